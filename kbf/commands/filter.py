@@ -17,7 +17,7 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.commands.support.filter_run import FilterRun, Write, text_writer, write_npz
+from kbf.commands.support.filter_run import ROWS_PER_BATCH, FilterRun, Write, text_writer, write_npz
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import STREAMED_DELIMITERS, InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, Observations, read_observations
@@ -36,6 +36,7 @@ TEXT_SUFFIXES = (".csv", ".jsonl")
 
 # Upper bound on the bytes of one read.
 BYTES_PER_READ = 2**13
+BYTES_PER_READ_OF_FILES = 2**20
 
 
 class Interrupted(Exception):
@@ -126,6 +127,7 @@ def run(config: dict[str, Any]) -> int:
         identity(config["checkpoint"]),
         Comparison(trained) if is_lines else None,
         warn if config["input"] == "-" else None,
+        ROWS_PER_BATCH if config["input"] == "-" else estimator.rows_at_a_time(example),
     )
     began, unreadable = time.perf_counter(), 0
     try:
@@ -304,7 +306,7 @@ def text_rows(
         file = stack.enter_context(
             rich.progress.open(Path(config["input"]).expanduser(), "rb", **settings)
         )
-        chunks = iter(lambda: file.read(BYTES_PER_READ), b"")
+        chunks = iter(lambda: file.read(BYTES_PER_READ_OF_FILES), b"")
     report = (
         (lambda text: messages.print(text, markup=False)) if config["on_error"] == "skip" else None
     )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from kbf.filters.gating import GatedState
+from kbf.filters.gating import GatedFilter, GatedState, is_observed
 from kbf.filters.protocols import (
     FadingMemory,
     Filter,
@@ -29,6 +29,7 @@ from kbf.filters.protocols import (
 )
 from kbf.filters.wrapper import innermost
 from kbf.rkhs.linalg import NotPositiveDefiniteError
+from kbf.runtime.random_inputs import NotExportedError, RandomInputs
 
 # Numbers in the states and observations that are held in memory at a time.
 MAX_HELD_NUMBERS = 2**21
@@ -38,6 +39,8 @@ NUMBERS_PER_PIXEL = 16
 MAX_BLOCKS = 1280
 # Blocks of a recording below which the division into blocks is not faster.
 MIN_BLOCKS = 4
+# Steps after which a filter that does not know it is taken to forget its initial state.
+REACH = 32
 # Units in the last place by which two states may differ and count as equal.
 ROUNDING = 256
 
@@ -90,10 +93,80 @@ def rollout_parallel(
     kind = type(innermost(filter, inputs.obs[:, 0])[0])
     if offers(kind, ParallelInTime) and inputs.mask is None and inputs.controls is None:
         return recursively(filter, state, inputs.obs, covariances)
-    try:
-        return in_blocks(filter, walk, state, inputs) if offers(kind, FadingMemory) else None
-    except NotPositiveDefiniteError:  # a guessed initial state, which the loop may never reach
+    if not offers(kind, FadingMemory):
         return None
+    return in_blocks(filter, walk, GatedState(state), inputs, reach_of(filter, inputs))
+
+
+class States(NamedTuple):
+    """States of T consecutive steps of one recording, as a batch of T.
+
+    Attributes:
+        predicted, updated: before and after each observation.
+        rejected: ``T``, whether the observation was rejected.
+        last: the state after them.
+    """
+
+    predicted: Any
+    updated: Any
+    rejected: Tensor
+    last: GatedState
+
+
+def states_in_blocks(filter: Filter[Any], state: GatedState, inputs: Inputs) -> States | None:
+    """Return the states of the first steps of one recording; None if blocks are not faster.
+
+    For a filter without random numbers (`draws`), whether or not it is known to forget.
+    """
+    gate, kind = GatedFilter(filter), type(state.inner)
+
+    def walk(state: GatedState, inputs: Inputs) -> Steps:
+        leaves: list[list[Tensor]] = []
+        before: list[Any] = []
+        for t in range(inputs.obs.shape[1]):
+            obs, mask, control = (None if part is None else part[:, t] for part in inputs)
+            assert obs is not None
+            state = gate.step(
+                state, obs, mask=mask, control=control, before=lambda s, *_: before.append(s)
+            )
+            rejected = torch.zeros(len(obs), dtype=torch.bool, device=obs.device)
+            if state.rejected is not None:
+                rejected = state.rejected & is_observed(filter, obs).to(rejected.device)
+                rejected = rejected if mask is None else rejected & mask
+            leaves.append([*before.pop(), *state.inner, rejected])
+        series = {str(k): torch.stack(each, 1) for k, each in enumerate(zip(*leaves, strict=True))}
+        return Steps(series, state)
+
+    found = in_blocks(filter, walk, state, inputs, reach_of(filter, inputs))
+    if found is None:
+        return None
+    *leaves, rejected = (each[0] for each in found.series.values())
+    count = len(kind._fields)
+    last = found.state
+    if last.rejections is not None and not bool(last.rejections.any()):
+        last = GatedState(last.inner)
+    return States(kind(*leaves[:count]), kind(*leaves[count:]), rejected, last)
+
+
+def reach_of(filter: Filter[Any], inputs: Inputs) -> int:
+    """Return the steps after which the filter is taken to have forgotten its initial state."""
+    inner = innermost(filter, inputs.obs[:, 0])[0]
+    return inner.forgets() if isinstance(inner, FadingMemory) else REACH
+
+
+def draws(filter: Filter[Any], obs: Tensor, controls: int) -> bool:
+    """Return whether a step draws random numbers.
+
+    Args:
+        filter: any filter. obs: an example ``1 *x``. controls: components of a control.
+    """
+    control = obs.new_zeros(1, controls) if controls else None
+    try:
+        with torch.no_grad(), RandomInputs() as counting:
+            GatedFilter(filter).step(GatedState(filter.init(1)), obs, control=control)
+    except NotExportedError:
+        return True
+    return any(counting.counts.values())
 
 
 def recursively(filter: Filter[Any], state: Any, obs: Tensor, covariances: bool) -> Steps | None:
@@ -138,16 +211,31 @@ def joined(parts: list[Steps]) -> Steps:
     return Steps(series, parts[-1].state)
 
 
-def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> Steps | None:
+def in_blocks(
+    filter: Filter[Any], walk: Walk, state: GatedState, inputs: Inputs, reach: int
+) -> Steps | None:
     """Divides the steps into blocks of equal lengths and filters these as one batch.
 
     The initial state of a block is guessed first: it is the state that the steps before the block
     lead to from the filter's own initial state. After a sweep through all blocks the last state of
     each is the initial state of the next, and the blocks that started from another state (or
     another count of rejections) are filtered again, until none did. The result is that of the
-    loop. The last steps, which fill no block, are not evaluated.
+    loop. The last steps, which fill no block, are not evaluated. None if a loop is no slower.
     """
-    reach = cast(FadingMemory, innermost(filter, inputs.obs[:, 0])[0]).forgets()
+    try:
+        return blocks_until_equal(filter, walk, state, inputs, reach)
+    except NotPositiveDefiniteError:  # a guessed initial state, which the loop may never reach
+        return None
+
+
+def blocks_until_equal(
+    filter: Filter[Any], walk: Walk, state: GatedState, inputs: Inputs, reach: int
+) -> Steps | None:
+    """Return `in_blocks`.
+
+    Raises:
+        NotPositiveDefiniteError: from a guessed state, or from a true one.
+    """
     batch, steps = inputs.obs.shape[:2]
     count = min(steps // reach, MAX_BLOCKS // batch)
     if count < MIN_BLOCKS:
@@ -158,13 +246,13 @@ def in_blocks(filter: Filter[Any], walk: Walk, state: Any, inputs: Inputs) -> St
     )
 
     def nested(leaves: list[Tensor]) -> GatedState:
-        return GatedState(type(state)(*leaves[:-1]), leaves[-1])
+        return GatedState(type(state.inner)(*leaves[:-1]), leaves[-1])
 
     def initial(ends: list[Tensor]) -> list[Tensor]:
         """Initial states of the blocks, given their last states."""
         return [
             torch.cat([a[:, None], b.unflatten(0, (batch, count))[:, :-1]], 1).flatten(0, 1)
-            for a, b in zip(leaves_of(GatedState(state)), ends, strict=True)
+            for a, b in zip(leaves_of(state), ends, strict=True)
         ]
 
     guessed = walk(GatedState(filter.init(batch * count)), blocks.during(n - reach)).state

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from kbf.evaluation.alarms import WINDOW, Check, Monitor
-from kbf.filters.gating import GatedFilter, GatedState, is_observed
-from kbf.filters.protocols import Filter
+from kbf.filters.gating import GatedState, is_observed
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, concatenated
 from kbf.fitted.results import Result
-from kbf.runtime.random_inputs import NotExportedError, RandomInputs
 
 
 @torch.inference_mode()
@@ -110,18 +108,3 @@ def rows_of(state: Any) -> list[Any]:
     if len(leaves[0]) == 1:
         return [state]
     return [type(state)(*(row.clone() for row in rows)) for rows in zip(*leaves, strict=True)]
-
-
-def draws(filter: Filter[Any], obs: Tensor, controls: int) -> bool:
-    """Return whether a step draws random numbers.
-
-    Args:
-        filter: any filter. obs: an example ``1 *x``. controls: components of a control.
-    """
-    control = obs.new_zeros(1, controls) if controls else None
-    try:
-        with torch.no_grad(), RandomInputs() as counting:
-            GatedFilter(filter).step(GatedState(filter.init(1)), obs, control=control)
-    except NotExportedError:
-        return True
-    return any(counting.counts.values())

@@ -13,10 +13,23 @@ from torch import Generator, Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration, calibrated_covariance
+from kbf.filters.gating import GatedState
 from kbf.filters.online import RunningFilter
-from kbf.filters.protocols import diagnostics_of
+from kbf.filters.parallel_rollout import Inputs, draws, states_in_blocks
+from kbf.filters.protocols import control_components, diagnostics_of
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.results import Result
+
+# Rows that are filtered one after the other, and whose outputs are computed in one batch.
+ROWS_PER_BATCH = 256
+# Rows of one recording that are filtered in blocks at a time, at least and at most, and the numbers
+# that their states may hold.
+MIN_ROWS_IN_BLOCKS = 256
+MAX_ROWS_IN_BLOCKS = 8192
+MAX_NUMBERS_IN_BLOCKS = 2**22
+# Rows that are filtered after a track has diverged; the number grows by this factor afterwards.
+ROWS_AFTER_DIVERGENCE = 1024
+GROWTH_AFTER_DIVERGENCE = 2
 
 # A row of the output: numbers and texts by column.
 Values = dict[str, float | int | str | None]
@@ -99,6 +112,7 @@ class OnlineEstimator:
         )
         self.recent: Tensor | None = None  # the monitor's last scores, 1 WINDOW
         self.alarms: int = 0
+        self.in_blocks: bool | None = None  # whether rows are; None before the first of them
 
     def restart(self) -> None:
         """Re-initialise the filter at the prior."""
@@ -117,26 +131,54 @@ class OnlineEstimator:
     def advance(self, rows: Sequence[Observed]) -> tuple[Any, list[str]]:
         """Step through rows of one recording; return the filter states, as a batch, and alarms.
 
-        The filter runs row by row; alarms are computed in one batch, which is cheaper. There are
-        none without a monitor.
+        The filter runs row by row, or in blocks of many rows (`step_in_blocks`); alarms are
+        computed in one batch, which is cheaper. There are none without a monitor.
         """
-        states, alarms = [], []
-        while len(states) < len(rows):
-            rest = rows[len(states) :]
+        states, alarms, done, size = [], [], 0, len(rows)
+        while done < len(rows):
+            rest = rows[done : done + size]
             predicted, updated, rejected = self.step_through(rest)
             verdicts: list[str] = []
             if self.monitor is not None:
-                verdicts = self.verdicts(self.monitor, concatenated(predicted), rest)
-            valid = verdicts.index("diverged") if "diverged" in verdicts else len(rest)
-            states, alarms = states + updated[:valid], alarms + verdicts[:valid]
+                verdicts = self.verdicts(self.monitor, predicted, rest)
+            diverged = "diverged" in verdicts
+            valid = verdicts.index("diverged") if diverged else len(rest)
+            states.append(rows_of(updated, valid))
+            alarms += verdicts[:valid]
+            done, size = done + valid, size * GROWTH_AFTER_DIVERGENCE
             # The rows behind it were filtered from a diverged track: start again at this one.
-            if valid < len(rest):
+            if diverged:
                 self.restart()
                 self.live.rejected = rejected[valid]
                 self.live.step(rest[valid].obs, rest[valid].control)
-                states, alarms = [*states, self.live.state], [*alarms, "diverged"]
+                states.append(self.live.state)
+                alarms.append("diverged")
+                done, size = done + 1, ROWS_AFTER_DIVERGENCE
         self.alarms += sum(alarm != "" for alarm in alarms)
         return concatenated(states), alarms
+
+    def rows_at_a_time(self, obs: Tensor) -> int:
+        """Return how many rows of a recording are best given at a time, if all are known.
+
+        Args:
+            obs: an example ``1 *x``.
+        """
+        if not self.runs_in_blocks(obs):
+            return ROWS_PER_BATCH
+        numbers = sum(leaf[0].numel() for leaf in (*self.live.state, obs))
+        return max(ROWS_PER_BATCH, min(MAX_ROWS_IN_BLOCKS, MAX_NUMBERS_IN_BLOCKS // numbers))
+
+    def runs_in_blocks(self, obs: Tensor) -> bool:
+        """Return whether rows may be filtered in blocks.
+
+        Not those of a filter that draws random numbers. The answer is False, too, once a filter
+        turned out not to forget.
+        """
+        if self.in_blocks is None:
+            self.in_blocks = self.live.compiled is None and not draws(
+                self.filter, obs, control_components(self.filter)
+            )
+        return self.in_blocks
 
     def covariances(self, state: Any) -> Tensor | None:
         """Return the recalibrated covariances ``b d d`` of filter states; None without any."""
@@ -144,18 +186,45 @@ class OnlineEstimator:
             return None
         return calibrated_covariance(self.filter, state, self.calibration)
 
-    def step_through(self, rows: Sequence[Observed]) -> tuple[list[Any], list[Any], list[int]]:
+    def step_through(self, rows: Sequence[Observed]) -> tuple[Any, Any, list[int]]:
         """Return predicted and updated states, and the number of earlier rejections, of each row.
 
-        The predicted states are empty without a monitor: nothing else requires them.
+        The predicted states are None without a monitor: nothing else requires them.
         """
         live, predicted, updated, rejected = self.live, [], [], []
+        found = self.step_in_blocks(rows)
+        if found is not None:
+            predicted, updated, rejected = [found[0]], [found[1]], found[2]
         collect = None if self.monitor is None else lambda state, *_: predicted.append(state)
-        for row in rows:
+        for row in rows[len(rejected) :]:
             rejected.append(live.rejected)
             live.step(row.obs, row.control, before=collect)
             updated.append(live.state)
-        return predicted, updated, rejected
+        before = None if self.monitor is None else concatenated(predicted)
+        return before, concatenated(updated), rejected
+
+    def step_in_blocks(self, rows: Sequence[Observed]) -> tuple[Any, Any, list[int]] | None:
+        """Return `step_through` of the first rows, filtered in blocks; None if it is not faster."""
+        live, seen = self.live, next((row.obs for row in rows if row.obs is not None), None)
+        if len(rows) < MIN_ROWS_IN_BLOCKS or seen is None or not self.runs_in_blocks(seen):
+            return None
+        empty = torch.zeros_like(seen)
+        mask = torch.tensor([[row.obs is not None for row in rows]], device=empty.device)
+        controls = [row.control for row in rows if row.control is not None]
+        inputs = Inputs(
+            torch.cat([empty if row.obs is None else row.obs for row in rows])[None],
+            None if bool(mask.all()) else mask,
+            torch.cat(controls)[None] if controls else None,
+        )
+        found = states_in_blocks(self.filter, GatedState(live.state, live.rejections), inputs)
+        if found is None:
+            self.in_blocks = False
+            return None
+        counts = (live.rejected + found.rejected.cumsum(0)).tolist()
+        rejected = [live.rejected, *counts[:-1]]
+        live.state, live.rejections = found.last.inner, found.last.rejections
+        live.rejected = counts[-1]
+        return found.predicted, found.updated, rejected
 
     def verdicts(self, monitor: Monitor, predicted: Any, rows: Sequence[Observed]) -> list[str]:
         """Return the alarm of each row, or an empty string, from its predicted state.
@@ -194,6 +263,11 @@ class OnlineEstimator:
             dict(zip(columns, values, strict=True))
             for values in zip(*(c.tolist() for c in columns.values()), strict=True)
         ]
+
+
+def rows_of(state: Any, count: int) -> Any:
+    """Return the first filter states of a batch."""
+    return type(state)(*(leaf[:count] for leaf in state))
 
 
 def concatenated(states: list[Any]) -> Any:

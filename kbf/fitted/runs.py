@@ -10,19 +10,23 @@ from torch import Generator, Tensor
 from kbf.data.files.layout import Observations
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.gating import GatedFilter, GatedState
+from kbf.filters.parallel_rollout import draws
 from kbf.filters.protocols import control_components, covariance_of, move
 from kbf.filters.rollout import batch_inputs, rollout
 from kbf.filters.smoothing import Smoothed, sample_paths
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.held_out_forecasts import ORIGINS_PER_BATCH
-from kbf.fitted.joint_step import draws
-from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, concatenated, result_of
+from kbf.fitted.online_estimator import (
+    ROWS_PER_BATCH,
+    OnlineEstimator,
+    StepInputs,
+    concatenated,
+    result_of,
+)
 from kbf.fitted.results import Array, Result, joined
 from kbf.recording import Recording, without_mask
 from kbf.runtime.errors import DataError, nearest
 
-# Rows whose outputs are computed in one batch.
-ROWS_PER_BATCH = 256
 # Recordings of at most `ROWS_PER_BATCH` rows that are filtered as one batch, and the memory of
 # their states and observations; filters over many points have large states.
 RECORDINGS_PER_BATCH = 32
@@ -231,8 +235,9 @@ def step_through(estimator: OnlineEstimator, trained: Trained, piece: Observatio
     """Step through one recording from the present state of the estimator."""
     batch, parts = batch_of(trained, piece), []
     steps = inputs_of(batch["obs"], batch["mask"], batch["controls"])
-    for first in range(0, len(steps), ROWS_PER_BATCH):
-        state, alarms = estimator.advance(steps[first : first + ROWS_PER_BATCH])
+    size = estimator.rows_at_a_time(batch["obs"][:, 0])
+    for first in range(0, len(steps), size):
+        state, alarms = estimator.advance(steps[first : first + size])
         parts.append(result_of(estimator, state, alarms))
     return joined(parts)
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kbf.filters.parallel_rollout import draws
 from kbf.fitted.fitted_filter import FittedFilter
-from kbf.fitted.joint_step import draws
 from kbf.fitted.online import take_together
 from kbf.serving.sessions import Asked, Session
 from kbf.serving.values import Refused, one_line

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "precision": "float32 against float64, part by part",
     "end_to_end": "training an encoder through the filter, by features and by Gram matrices",
     "cme": "approximations of conditional mean embeddings: error against time",
+    "blocks": "whole recordings through kbf filter, in blocks and row by row",
     "smoothing": "errors of filters and smoothers, next to the least possible errors",
     "lorenz": "a UKF on learned maps, against a UKF with the Lorenz equations",
     "serving": "kbf serve, against an empty endpoint of the same framework",

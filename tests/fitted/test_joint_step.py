@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import kbf
+from kbf.filters.parallel_rollout import draws
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.fitted import joint_step
-from kbf.fitted.joint_step import draws, step_together
+from kbf.fitted.joint_step import step_together
 from kbf.fitted.online import take_together
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs
 

@@ -76,7 +76,7 @@ def write_npz(path: str, rows: list[Values]) -> None:
     write_arrays(path, columns)
 
 
-# Upper bound on the rows, of those that have arrived, that are written in one batch.
+# Upper bound on the rows of a stream, of those that have arrived, that form one batch.
 ROWS_PER_BATCH = 64
 
 # Digits of numbers in CSV, at least.
@@ -123,6 +123,7 @@ class FilterRun:
         checkpoint: bytes,
         comparison: Comparison | None = None,
         report: Callable[[str], None] | None = None,
+        rows_per_batch: int = ROWS_PER_BATCH,
     ) -> None:
         """Continue from the state in ``path``, if there is one.
 
@@ -134,6 +135,7 @@ class FilterRun:
             comparison: of the rows with the training, or None.
             report: takes the differences once `ROWS_TO_COMPARE` rows have been filtered, of a
                 stream that may never end.
+            rows_per_batch: upper bound on the rows, of those that have arrived, of one batch.
 
         Raises:
             ValueError: a state of another checkpoint, or one that cannot be read.
@@ -141,6 +143,7 @@ class FilterRun:
         self.estimator: OnlineEstimator = estimator
         self.path: Path | None = None if path is None else Path(path)
         self.every: int | None = every
+        self.rows_per_batch: int = rows_per_batch
         self.checkpoint: bytes = checkpoint
         self.steps: int = 0
         self.done: int = 0
@@ -174,7 +177,7 @@ class FilterRun:
     def filter_rows(self, rows: Iterable[Row], write: Write) -> None:
         """Filter all rows and write their estimates.
 
-        Up to `ROWS_PER_BATCH` rows that have already arrived form one batch.
+        Up to `rows_per_batch` rows that have already arrived form one batch.
         """
         waiting: list[Row] = []
         try:
@@ -185,7 +188,7 @@ class FilterRun:
                 self.sequence, self.started = row.sequence, True
                 waiting += [row._replace(obs=None, inserted=True)] * (row.moves - 1)
                 waiting.append(row)
-                if not row.next_ready or len(waiting) >= ROWS_PER_BATCH:
+                if not row.next_ready or len(waiting) >= self.rows_per_batch:
                     self.filter_batch(waiting, write)
         except LineError:
             self.filter_batch(waiting, write)
