@@ -343,6 +343,18 @@ def evenly(n: int, limit: int, device: torch.device | str | None = None) -> Int[
     return torch.linspace(0, n - 1, limit, dtype=torch.float64, device=device).long()
 
 
+def some_rows(n: int, limit: int, device: torch.device | str | None = None) -> Int[Tensor, " m"]:
+    """Return min(n, limit) of the indices 0 ... n - 1, drawn with a fixed seed, in their order.
+
+    Evenly spaced ones would be in step with recordings of equal lengths, and contain the same few
+    steps of each of them.
+    """
+    if n <= limit:
+        return torch.arange(n, device=device)
+    drawn = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:limit]
+    return drawn.sort().values.to(device)
+
+
 def patterns(seen: Bool[Tensor, "n q"]) -> list[Int[Tensor, " k"]]:
     """Return the columns of each group that are present in the same rows."""
     numbers = seen.mT.unique(dim=0, return_inverse=True)[1]

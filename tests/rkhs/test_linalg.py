@@ -15,6 +15,7 @@ from kbf.rkhs.linalg import (
     pivoted_cholesky,
     psd_solve,
     safe_sqrt,
+    some_rows,
     squared_distance,
     triangular_solves,
     two_factors,
@@ -226,3 +227,16 @@ def test_two_factors_leave_out_the_small_singular_values(normal, tol):
 
 def test_two_factors_of_a_matrix_of_full_rank_are_not_worth_it(normal):
     assert two_factors(normal(30, 20), 1e-6) is None
+
+
+@pytest.mark.parametrize(("n", "limit"), [(99_000, 5000), (100_000, 2000), (2001, 2000)])
+def test_some_rows_are_not_in_step_with_recordings_of_equal_lengths(n, limit):
+    """Of evenly spaced rows of recordings of 99 steps only some of the steps are ever taken."""
+    rows = some_rows(n, limit)
+    assert len(rows) == limit and bool((rows.diff() > 0).all())
+    assert rows[0] >= 0 and rows[-1] < n
+    for period in (50, 99, 100):
+        counts = (rows % period).bincount(minlength=period)
+        assert counts.min() > 0.3 * limit / period
+    assert torch.equal(some_rows(n, limit), rows)
+    assert torch.equal(some_rows(limit, limit), torch.arange(limit))

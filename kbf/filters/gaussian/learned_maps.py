@@ -21,7 +21,7 @@ from kbf.filters.gaussian.count_maps import CountMap, fit_count_map
 from kbf.filters.gaussian.kalman import regress
 from kbf.filters.gaussian.map_pairs import Pairs
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import some_rows
 
 # Kinds of maps that `fit_map` fits: linear; g alone; and both.
 KINDS = ("linear", "kernel", "both")
@@ -33,7 +33,7 @@ MAP_KERNELS: dict[str, tuple[str, ...]] = {"gaussian": ("bandwidth",), "arcsine"
 # the points such maps grow as polynomials: maps of sensors have the defaults, since a filter that
 # has lost the state needs them there (NMSE 0.39 with these on data=bearings, 0.21 without).
 PRECISE: dict[str, Any] = {"tol": 1e-10, "regs": tuple(10.0 ** (-k / 2) for k in range(1, 23))}
-# Points by which a kernel is selected; of more, evenly spaced ones. The loss is flat near its
+# Points by which a kernel is selected; of more, some that are drawn. The loss is flat near its
 # minimum. Many sensors share this number of points, and none has fewer than the least.
 MAX_POINTS_OF_SELECTION = 1000
 MAX_POINTS_OF_ALL_SENSORS = 8000
@@ -145,7 +145,7 @@ def select_kernel(
 
     A map has at most a sixth as many features.
     """
-    some = evenly(len(u), points, u.device)
+    some = some_rows(len(u), points, u.device)
     rank = min(rank, max(1, points // 6))
     if bool((y[some] == y[some[0]]).all()):  # rare counts
         some = torch.arange(len(u), device=u.device)

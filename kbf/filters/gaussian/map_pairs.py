@@ -11,10 +11,10 @@ from kbf.densities.ridge import Join, join_of
 from kbf.filters.gaussian.augmented import Sensor
 from kbf.filters.gaussian.sensor_laws import Persistence, fit_persistence
 from kbf.recording import Recording, moves, observed
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import some_rows
 from kbf.runtime.errors import FitError
 
-# Pairs that a map is fitted to; of more, evenly spaced ones.
+# Pairs that a map is fitted to; of more, some that are drawn.
 MAX_PAIRS = 5000
 
 
@@ -62,7 +62,7 @@ def pairs_of(
         FitError: no sensor has so many readings.
     """
     z, after, u = moves(recordings)
-    some = evenly(len(z), MAX_PAIRS, z.device)
+    some = some_rows(len(z), MAX_PAIRS, z.device)
     z, after, u = z[some], after[some], None if u is None else u[some]
     join = None if u is None else join_of(z, u)
     inputs = z if join is None or u is None else join(z, u)
@@ -81,7 +81,7 @@ def pairs_of(
         read = x[:, columns].isfinite().all(1)
         if int(read.sum()) >= MIN_READINGS:
             at = read.nonzero()[:, 0]
-            at = at[evenly(len(at), MAX_PAIRS, at.device)]
+            at = at[some_rows(len(at), MAX_PAIRS, at.device)]
             readings = x[at][:, columns]
             vary = (readings != readings[0]).any(0)
             if bool(vary.any()):

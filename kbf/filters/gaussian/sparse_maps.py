@@ -19,7 +19,7 @@ from kbf.filters.gaussian.joined_maps import JoinedMaps, Part, join_maps
 from kbf.filters.gaussian.learned_maps import LearnedMap, fit_map, kernel_of, row_of
 from kbf.filters.gaussian.map_pairs import Pairs
 from kbf.rkhs.kernels import gaussian
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import evenly, some_rows
 from kbf.runtime.deadline import check_deadline
 
 # Held-out blocks, and steps that a block requires.
@@ -29,7 +29,7 @@ MIN_STEPS_OF_BLOCK = 10
 MIN_STD_ERRORS = 2.0
 # Inputs of an output.
 MAX_INPUTS = 8
-# Points by which inputs are selected, of more, evenly spaced ones; and kernel features.
+# Points by which inputs are selected, of more, some that are drawn; and kernel features.
 MAX_POINTS = 1000
 FEATURES = 48
 # Candidates of the bandwidth of a kernel, see `bandwidth`.
@@ -67,7 +67,7 @@ def select_inputs(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"]) -> Float[Ten
     Args:
         u, y: in the order of time.
     """
-    some = evenly(len(u), MAX_POINTS, u.device)
+    some = some_rows(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     scale = torch.where(u.std(0) > 0, u.std(0), 1)
     white = (u - u.mean(0)) / scale

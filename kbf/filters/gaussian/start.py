@@ -28,7 +28,7 @@ from kbf.filters.gaussian.moments import (
 from kbf.filters.gaussian.sensor_laws import Faults, no_faults
 from kbf.filters.gaussian.ukf import Linearised, UnscentedKalmanFilter, scaled
 from kbf.filters.protocols import Backward, FilterStep, UpdateByObserve
-from kbf.rkhs.linalg import evenly, product, psd_solve
+from kbf.rkhs.linalg import product, psd_solve, some_rows
 from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import StateSpaceModel
@@ -39,7 +39,7 @@ MIN_EFFECTIVE_STATES = 50.0
 # they have half of the probability.
 MIN_FIRST_STATES = 10
 MIN_FIRST_STATES_PER_COMPONENT = 4
-# Recorded states that the first observation is compared with; of more, evenly spaced ones.
+# Recorded states that the first observation is compared with; of more, some that are drawn.
 MAX_STATES = 3000
 # Times that the probabilities of all sensors are computed in turn.
 ROUNDS_OF_FAULTS = 4
@@ -119,7 +119,7 @@ class StartingFilter(UpdateByObserve[StartingState], Shown):
         self.faults: Faults = no_faults(len(inner.model.R)) if faults is None else faults
         self.sensors_fail: bool = self.faults.any
         self.counts: Tensor = torch.zeros(len(inner.model.R)).bool() if counts is None else counts
-        some = states[evenly(len(states), MAX_STATES, states.device)]
+        some = states[some_rows(len(states), MAX_STATES, states.device)]
         least = max(MIN_FIRST_STATES, MIN_FIRST_STATES_PER_COMPONENT * self.d)
         first = some[:0] if first is None or len(first) < least else first[:MAX_STATES]
         self.states: Tensor = torch.cat([first, some])
