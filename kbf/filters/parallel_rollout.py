@@ -95,7 +95,7 @@ def rollout_parallel(
         return recursively(filter, state, inputs.obs, covariances)
     if not offers(kind, FadingMemory):
         return None
-    return in_blocks(filter, walk, GatedState(state), inputs, reach_of(filter, inputs))
+    return in_blocks(filter, walk, GatedState(state), inputs, reach_of(filter, inputs.obs[:, 0]))
 
 
 class States(NamedTuple):
@@ -137,7 +137,7 @@ def states_in_blocks(filter: Filter[Any], state: GatedState, inputs: Inputs) -> 
         series = {str(k): torch.stack(each, 1) for k, each in enumerate(zip(*leaves, strict=True))}
         return Steps(series, state)
 
-    found = in_blocks(filter, walk, state, inputs, reach_of(filter, inputs))
+    found = in_blocks(filter, walk, state, inputs, reach_of(filter, inputs.obs[:, 0]))
     if found is None:
         return None
     *leaves, rejected = (each[0] for each in found.series.values())
@@ -148,9 +148,13 @@ def states_in_blocks(filter: Filter[Any], state: GatedState, inputs: Inputs) -> 
     return States(kind(*leaves[:count]), kind(*leaves[count:]), rejected, last)
 
 
-def reach_of(filter: Filter[Any], inputs: Inputs) -> int:
-    """Return the steps after which the filter is taken to have forgotten its initial state."""
-    inner = innermost(filter, inputs.obs[:, 0])[0]
+def reach_of(filter: Filter[Any], obs: Tensor) -> int:
+    """Return the steps after which the filter is taken to have forgotten its initial state.
+
+    Args:
+        filter: any filter. obs: an example ``1 *x``.
+    """
+    inner = innermost(filter, obs)[0]
     return inner.forgets() if isinstance(inner, FadingMemory) else REACH
 
 

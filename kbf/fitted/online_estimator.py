@@ -5,6 +5,7 @@ so that they return equal numbers, up to the rounding of batches (`kbf.fitted.jo
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -15,7 +16,14 @@ from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration, calibrated_covariance
 from kbf.filters.gating import GatedState
 from kbf.filters.online import RunningFilter
-from kbf.filters.parallel_rollout import Inputs, draws, states_in_blocks
+from kbf.filters.parallel_rollout import (
+    MIN_BLOCKS,
+    Inputs,
+    draws,
+    reach_of,
+    states_in_blocks,
+    with_leaves,
+)
 from kbf.filters.protocols import control_components, diagnostics_of
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.results import Result
@@ -143,7 +151,7 @@ class OnlineEstimator:
                 verdicts = self.verdicts(self.monitor, predicted, rest)
             diverged = "diverged" in verdicts
             valid = verdicts.index("diverged") if diverged else len(rest)
-            states.append(rows_of(updated, valid))
+            states.append(with_leaves(updated, itemgetter(slice(valid))))
             alarms += verdicts[:valid]
             done, size = done + valid, size * GROWTH_AFTER_DIVERGENCE
             # The rows behind it were filtered from a diverged track: start again at this one.
@@ -208,6 +216,8 @@ class OnlineEstimator:
         live, seen = self.live, next((row.obs for row in rows if row.obs is not None), None)
         if len(rows) < MIN_ROWS_IN_BLOCKS or seen is None or not self.runs_in_blocks(seen):
             return None
+        if len(rows) < MIN_BLOCKS * reach_of(self.filter, seen):
+            return None
         empty = torch.zeros_like(seen)
         mask = torch.tensor([[row.obs is not None for row in rows]], device=empty.device)
         controls = [row.control for row in rows if row.control is not None]
@@ -263,11 +273,6 @@ class OnlineEstimator:
             dict(zip(columns, values, strict=True))
             for values in zip(*(c.tolist() for c in columns.values()), strict=True)
         ]
-
-
-def rows_of(state: Any, count: int) -> Any:
-    """Return the first filter states of a batch."""
-    return type(state)(*(leaf[:count] for leaf in state))
 
 
 def concatenated(states: list[Any]) -> Any:

@@ -140,7 +140,8 @@ def step_through_all(
 
     Filters that draw random numbers or have single precision, where the rounding of a batch would
     show, step through one after the other, and so does the last recording, whose end is the state
-    of the estimator afterwards.
+    of the estimator afterwards. A long recording is filtered in blocks of its rows
+    (`OnlineEstimator.step_in_blocks`), in single precision, too.
     """
     short = [k for k, each in enumerate(pieces[:-1]) if len(each.obs) <= ROWS_PER_BATCH]
     together = recordings_per_batch(trained, pieces[0]) if len(short) > 1 else 1
@@ -235,7 +236,9 @@ def step_through(estimator: OnlineEstimator, trained: Trained, piece: Observatio
     """Step through one recording from the present state of the estimator."""
     batch, parts = batch_of(trained, piece), []
     steps = inputs_of(batch["obs"], batch["mask"], batch["controls"])
-    size = estimator.rows_at_a_time(batch["obs"][:, 0])
+    size = ROWS_PER_BATCH
+    if len(steps) > size:
+        size = estimator.rows_at_a_time(batch["obs"][:, 0])
     for first in range(0, len(steps), size):
         state, alarms = estimator.advance(steps[first : first + size])
         parts.append(result_of(estimator, state, alarms))

@@ -83,6 +83,14 @@ def test_few_rows_and_rows_without_observations_are_no_blocks(trained):
         assert all(torch.equal(x, y) for x, y in zip(state, wanted, strict=True))
 
 
+def test_too_few_rows_for_the_reach_of_a_filter_do_not_rule_out_blocks(trained, monkeypatch):
+    monkeypatch.setattr(parallel_rollout, "REACH", 200)
+    estimator = OnlineEstimator(trained, trained.module.column_schema())
+    rows = path(1200)
+    assert estimator.step_in_blocks(rows[:600]) is None and estimator.in_blocks is True
+    assert estimator.step_in_blocks(rows) is not None
+
+
 def test_a_filter_that_draws_runs_row_by_row(trained):
     z = torch.randn(50, 2, generator=torch.Generator().manual_seed(0))
     memory = kbf.Recording(z, z)

@@ -12,8 +12,15 @@ from kbf.data.benchmark_systems import SystemRecordings, discrete_lorenz
 from kbf.filters.gaussian import learned_ukf
 from kbf.filters.gaussian.block_scores import Scored, held_out_parts
 from kbf.filters.gaussian.kalman import LearnedKalman
-from kbf.filters.gaussian.learned_maps import fit_map, kernel_of, row_of, select_kernel
+from kbf.filters.gaussian.learned_maps import (
+    MAX_POINTS_OF_LANDMARKS,
+    fit_map,
+    kernel_of,
+    row_of,
+    select_kernel,
+)
 from kbf.filters.gaussian.learned_ukf import KINDS, LearnedUKF
+from kbf.filters.gaussian.map_pairs import MAX_PAIRS, pairs_of
 from kbf.filters.gaussian.moments import GaussianState
 from kbf.filters.gaussian.regimes import STRUCTURES
 from kbf.filters.gaussian.start import StartingFilter, tempering
@@ -21,6 +28,7 @@ from kbf.filters.gaussian.ukf import UnscentedKalmanFilter
 from kbf.filters.rollout import rollout, rollout_recordings
 from kbf.recording import Recording
 from kbf.rkhs.kernels import arcsine, gaussian
+from kbf.rkhs.linalg import evenly
 from kbf.runtime.deadline import deadline
 from kbf.runtime.errors import FitError
 from kbf.ssm import StateSpaceModel, oscillatory, simulate
@@ -422,3 +430,14 @@ def test_kinds_that_are_slow_are_left_out_when_time_is_short():
     one, three = Scored(filters, torch.zeros(1, 2)), Scored(filters * 3, torch.ones(3, 2))
     assert not one.better_than(three)
     assert three._replace(errors=-three.errors).better_than(three)
+
+
+def test_a_map_of_many_recordings_has_landmarks_at_all_of_their_steps():
+    """1,000 recordings of 100 steps: with evenly spaced pairs it had those of 42 steps only."""
+    step = torch.arange(100.0, dtype=torch.float64)[:, None]
+    memory = [Recording(step, step + 0.1 * normal(100, 1, seed=k)) for k in range(1000)]
+    none = torch.zeros(1, dtype=torch.long)
+    inputs = pairs_of(memory, none, none.bool()).inputs[:, 0]
+    assert len(inputs) == MAX_PAIRS and len(inputs.unique()) == 99
+    among = inputs[evenly(len(inputs), MAX_POINTS_OF_LANDMARKS)]
+    assert len(among.unique()) == 99
