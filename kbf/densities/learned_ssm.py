@@ -30,11 +30,11 @@ from kbf.densities.ridge import Join, RidgeMap, fit_ridge_map, join_of
 from kbf.densities.selection import Known, fit_density, fit_like
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.recording import Recording, as_recordings, check_vectors, moves, observed_pairs
-from kbf.rkhs.linalg import cholesky, evenly
+from kbf.rkhs.linalg import cholesky, some_rows
 from kbf.runtime.errors import FitError
 from kbf.ssm import normal
 
-# Pairs that a density is fitted to; of more, evenly spaced ones. It has too few features to gain
+# Pairs that a density is fitted to; of more, drawn ones. It has too few features to gain
 # from more.
 MAX_PAIRS = 5000
 # Features of the regression of changes: a step evaluates it at every particle.
@@ -207,7 +207,7 @@ def learn_model(
     recordings = as_recordings(memory, allow_missing_sensors=not isinstance(densities[1], str))
     check_vectors(recordings, "a learned observation map")
     source, target, u = moves(recordings)
-    some = evenly(len(source), MAX_PAIRS, source.device)
+    some = some_rows(len(source), MAX_PAIRS, source.device)
     source, target, u = source[some], target[some], None if u is None else u[some]
     join = None if u is None else join_of(source, u)
     inputs = source if join is None or u is None else join(source, u)
@@ -231,7 +231,7 @@ def observation_density(
     seen, obs = observed_pairs(recordings)
     if not isinstance(density, str):
         return density.fit(seen, obs)
-    few = evenly(len(seen), MAX_PAIRS, seen.device)
+    few = some_rows(len(seen), MAX_PAIRS, seen.device)
     return fit(density, seen[few], obs[few], known, selections)
 
 
@@ -304,7 +304,7 @@ def learn_lagged_model(
     controls = torch.cat(acted).double() if acted else None
     join = None if controls is None else join_of(before, controls)
     inputs = before if join is None or controls is None else join(before, controls)
-    some = evenly(len(inputs), MAX_PAIRS, inputs.device)
+    some = some_rows(len(inputs), MAX_PAIRS, inputs.device)
     changes = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
     if observation is None:
         observation = lagged_observation(density, recordings, known)
@@ -322,7 +322,7 @@ def lagged_observation(
     if density == "ratio":
         return RatioDensity(fit_state_density(seen))
     if density == "gaussian":
-        few = evenly(len(seen), MAX_PAIRS, seen.device)
+        few = some_rows(len(seen), MAX_PAIRS, seen.device)
         return MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
     return merged(observation_density(density, recordings, known))
 

@@ -13,7 +13,7 @@ from kbf.densities.base import LOG_2PI, Likelihood
 from kbf.manifolds import FLAT, Manifold, manifold_of
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import KERNELS, NETWORK_KERNELS, Kernel, median_distance, own_value
-from kbf.rkhs.linalg import cholesky, evenly, squared_distance
+from kbf.rkhs.linalg import cholesky, some_rows, squared_distance
 from kbf.runtime.deadline import check_deadline
 from kbf.runtime.errors import FitError, fit_errors
 from kbf.ssm import normal
@@ -234,7 +234,7 @@ def fit_ridge_map(
         flat: noise is added to all components; pairs of norm 1 are not taken as points of the
             circle.
         candidates: kernels with their settings, in place of those of the arguments before.
-        points: number of evenly spaced inputs among which landmarks are selected; None for all.
+        points: number of drawn inputs among which landmarks are selected; None for all.
         known: `RidgeMap.selection` of earlier fits with the same settings. If one is of the same
             points, its kernel and ridge are taken without a comparison.
 
@@ -257,7 +257,7 @@ def fit_ridge_map(
         candidates = kernel_candidates(u, kernels, factors, slopes, biases)
     own = hash_of(u, y)
     only = next((each[1:] for each in known if each[:1] == (own,)), None)
-    some = u if points is None else u[evenly(n, points, u.device)]
+    some = u if points is None else u[some_rows(n, points, u.device)]
     kernels_to_try = list(enumerate(candidates))
     ridges_to_try = list(enumerate(n * reg for reg in regs))
     if only is not None:

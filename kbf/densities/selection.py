@@ -45,7 +45,7 @@ from kbf.densities.mdn import fit_networks
 from kbf.densities.mixtures import Fitted, expectation_maximisation, fit_maps
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
 from kbf.rkhs.kernels import gaussian as gaussian_kernel, median_distance
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import some_rows
 from kbf.runtime.errors import FitError
 from kbf.runtime.threads import one_thread
 
@@ -54,7 +54,7 @@ log: logging.Logger = logging.getLogger(__name__)
 MAX_STEPS = 200
 # Points that candidates other than the Gaussian require.
 MIN_POINTS = 80
-# Points that a selection uses; of more, evenly spaced ones.
+# Points that a selection uses; of more, drawn ones.
 MAX_POINTS = 4000
 # Components of y up to which networks and categories are candidates.
 MAX_COMPONENTS = 8
@@ -179,7 +179,7 @@ def select_density(
     Raises:
         ValueError: as `kbf.densities.ridge.fit_ridge_map`.
     """
-    some = evenly(len(u), MAX_POINTS, u.device)
+    some = some_rows(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     varies = (y != y[:1]).any(0)
     # constant columns do not distinguish densities
@@ -394,7 +394,7 @@ def fit_density(name: str, u: Float[Tensor, "n d"], y: Float[Tensor, "n q"]) -> 
     """
     if name not in DENSITIES:
         raise ValueError(f"there is no density {name!r}: choose one of {', '.join(DENSITIES)}")
-    some = evenly(len(u), MAX_POINTS, u.device)
+    some = some_rows(len(u), MAX_POINTS, u.device)
     u, y = u[some].double(), y[some].double()
     if name == "networks":
         return fit_networks(u, fitted_outputs(name, y)).density

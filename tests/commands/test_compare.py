@@ -168,8 +168,12 @@ def test_killed_and_in_several_processes(tmp_path):
 
 
 def test_a_worker_that_dies_does_not_take_the_others_along():
-    results = dict(run_all(jobs.die_or_double, [1, 2, 3, 4, 5, 6], 2, start=jobs.nothing))
-    assert len(results) == 6
+    started = []
+    work = run_all(
+        jobs.die_or_double, [1, 2, 3, 4, 5, 6], 2, start=jobs.nothing, on_start=started.append
+    )
+    results = dict(work)
+    assert len(results) == 6 and set(started) == set(results)
     assert {job: r["value"] for job, r in results.items() if "value" in r} == {
         1: 2,
         2: 4,

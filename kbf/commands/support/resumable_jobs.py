@@ -80,16 +80,32 @@ def finish_all(
     missing = order([job for job in jobs if job.path not in done])
     if done:
         console.print(f"{len(done)} of {len(jobs)} {name} are finished already", highlight=False)
-    failed = 0
-    with shown_progress(name), closing(run_all(work, missing, workers)) as finished:
-        for count, (job, result) in enumerate(finished, 1):
+    failed, count, names = 0, 0, short_label or label
+    running: list[Any] = []
+
+    def report() -> None:
+        rest = f"; running {', '.join(map(names, running))}" if running else ""
+        log.info("%d of %d finished%s", count, len(missing), rest)
+
+    def started(job: Any) -> None:
+        if job not in running:  # one whose process died starts again
+            running.append(job)
+            report()
+
+    with (
+        shown_progress(name),
+        closing(run_all(work, missing, workers, on_start=started)) as finished,
+    ):
+        for job, result in finished:
+            count += 1
+            running.remove(job)
             if "error" in result:
                 failed += 1
                 log.warning("failed %s: %s", label(job), result["error"])
             else:
                 write_json(job.path, result)
                 done[job.path] = result
-            log.info("%d of %d: %s", count, len(missing), (short_label or label)(job))
+            report()
     return done, failed
 
 
@@ -98,6 +114,7 @@ def run_all(
     jobs: list[Job],
     workers: int,
     start: Callable[[], None] | None = None,
+    on_start: Callable[[Job], None] | None = None,
 ) -> Generator[tuple[Job, dict[str, Any]]]:
     """Run all jobs and yield each with its result as it finishes.
 
@@ -108,9 +125,12 @@ def run_all(
         jobs: arguments of ``work``, in the order in which they start.
         workers: number of processes; 0 runs the jobs in this process.
         start: called first in each process; None for `start_worker`.
+        on_start: called with each job that starts.
     """
+    on_start = on_start or (lambda job: None)
     if workers == 0:
         for job in jobs:
+            on_start(job)
             yield job, attempt(work, job)
         return
     waiting: list[Job] = list(jobs)
@@ -125,6 +145,7 @@ def run_all(
         try:
             while queue or running:
                 while queue and len(running) < workers:
+                    on_start(queue[0])
                     future = pool.submit(attempt, work, queue[0])
                     running[future] = queue.pop(0)
                 for future in wait(running, return_when=FIRST_COMPLETED).done:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kbf.rkhs.features import nystrom_whitening, pivots
 from kbf.rkhs.kernels import gaussian, median_distance
-from kbf.rkhs.linalg import evenly, patterns
+from kbf.rkhs.linalg import patterns, some_rows
 
 # Nystrom features, and the ridge for each point.
 FEATURES = 64
@@ -26,7 +26,7 @@ MIN_ROWS = 50
 def features_of(z: Float[Tensor, "n d"]) -> Float[Tensor, "n p"]:
     """Return 1, z and Nystrom features of a Gaussian kernel with the median distance."""
     white = (z - z.mean(0)) / z.std(0).clamp_min(1e-9)
-    some = white[evenly(len(white), 500)]
+    some = white[some_rows(len(white), 500)]
     bandwidth = median_distance(some, distinct=True)
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:

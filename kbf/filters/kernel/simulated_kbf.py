@@ -23,7 +23,7 @@ from kbf.manifolds import FLAT, Manifold
 from kbf.recording import Recording, as_recordings, observed_pairs
 from kbf.rkhs.features import NystromFeatures
 from kbf.rkhs.kernels import KERNELS, median_distance
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import some_rows
 from kbf.runtime.deadline import check_deadline
 from kbf.runtime.threads import one_thread
 from kbf.ssm import simulate
@@ -140,7 +140,7 @@ class SimulatedKBF(DensityModel):
                 )
             before, acted, drawn = controlled_run(model, recordings, self.run, generator)
             states, mass = quantise(drawn, self.points, generator, moves.manifold)
-            some = evenly(len(before), MAX_TRANSITIONS_OF_DENSITY, before.device)
+            some = some_rows(len(before), MAX_TRANSITIONS_OF_DENSITY, before.device)
             transition = ControlledDensity(
                 model, states, mass, (before[some], acted[some]), self.dtype
             )

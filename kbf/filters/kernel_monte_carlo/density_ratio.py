@@ -48,7 +48,7 @@ from kbf.filters.kernel_monte_carlo.filter import (
 from kbf.filters.particle.resampling import invert
 from kbf.filters.protocols import where
 from kbf.manifolds import Manifold
-from kbf.rkhs.linalg import cholesky, evenly
+from kbf.rkhs.linalg import cholesky, some_rows
 
 # h of the particles, and of the recorded states for a lost track, whose velocity may be new.
 WIDTH = 0.3
@@ -122,7 +122,7 @@ class RatioFilter(KernelMonteCarloFilter):
         self.candidates: Tensor | None = None
         if self.recorded is not None and self.restart:
             self.candidates = self.recorded[
-                evenly(len(self.recorded), MAX_STATES_FOR_LOST_TRACK, initial.device)
+                some_rows(len(self.recorded), MAX_STATES_FOR_LOST_TRACK, initial.device)
             ]
             self.log_p_candidates: Tensor = self.log_p(self.candidates)
 

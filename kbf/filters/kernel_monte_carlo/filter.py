@@ -49,7 +49,7 @@ from kbf.filters.protocols import (
     allows_missing_sensors,
     where,
 )
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import some_rows
 from kbf.runtime.branches import computes_all_branches
 from kbf.runtime.html_repr import Shown
 from kbf.ssm import ControlledDynamics, StateSpace
@@ -175,7 +175,7 @@ class KernelMonteCarloFilter(UpdateByObserve[LocalMemory], Shown):
         self.region: tuple[Tensor, Tensor] | None = region
         device = initial.device
         self.recorded: Tensor | None = (
-            initial[evenly(len(initial), MAX_RECORDED_STATES, device)] if recorded else None
+            initial[some_rows(len(initial), MAX_RECORDED_STATES, device)] if recorded else None
         )
         self.restarted: Tensor = spread(particles, round(restart * particles), device)
         self.landmarks: Tensor = spread(particles * draws, rank, device)

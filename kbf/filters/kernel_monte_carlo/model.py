@@ -27,7 +27,7 @@ from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
 from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
 from kbf.filters.rollout import rollout_recordings
 from kbf.recording import Recording, as_recordings, observed_pairs
-from kbf.rkhs.linalg import evenly
+from kbf.rkhs.linalg import some_rows
 from kbf.runtime.errors import FitError
 from kbf.runtime.html_repr import ShownModule
 
@@ -181,7 +181,7 @@ class KernelMonteCarlo(ShownModule):
             self.sensors.choose(*observed_pairs(recordings), self.given_density)
         elif self.given_density is None and not self.ratio_dim:
             seen, obs = observed_pairs(recordings)
-            some = evenly(len(seen), MAX_POINTS_OF_DENSITY_SELECTION, seen.device)
+            some = some_rows(len(seen), MAX_POINTS_OF_DENSITY_SELECTION, seen.device)
             self.density.fill_(
                 DENSITIES.index(self.select(seen[some].double(), obs[some].double()))
             )
