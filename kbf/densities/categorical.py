@@ -103,8 +103,8 @@ def ascend(
 
     ``y`` is 1 at the level that is observed, else 0.
 
-    The Hessian is nowhere below -(Phi^T Phi / 2 + ridge): W + (Phi^T Phi / 2 + ridge)^-1 gradient
-    never loses, with momentum.
+    The Hessian is bounded below by -H, H = Phi^T Phi / 2 + ridge, so that a step H^-1 gradient does
+    not decrease the likelihood; momentum is added to the steps.
     """
     shrink = ridges[:, None].repeat(1, phi.shape[1])
     shrink[:, -1] = 1e-6  # the constant

@@ -161,7 +161,7 @@ def fisher_scoring(
     The penalty is ridge / 2 |coefficients|^2, without the intercept.
 
     The variance of ``spread`` is fitted to squared residuals with the posterior variance of the
-    mean added: a mean that follows the points does not make the noise look small.
+    mean added, so that an overfitted mean does not lead to an underestimated noise.
     """
     (_, p), q = phi.shape, y.shape[1]
     shrink = ridges[:, None].repeat(1, p)

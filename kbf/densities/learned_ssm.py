@@ -330,9 +330,9 @@ def lagged_observation(
 def widened(model: LaggedModel, inflation: float) -> LaggedModel:
     """The model whose transition noise is ``inflation`` >= 1 times as wide as one-step residuals.
 
-    Residuals on a circle lie along it, in all directions in turn, and their covariance has half of
-    their variance in each: what a draw has across the circle is projected away. There the variance
-    of a draw is doubled.
+    Residuals on a circle are tangential, and their covariance over all headings has half of their
+    variance in each component. The projection removes the radial part of a draw. The variance of a
+    draw is therefore doubled there.
     """
     along = torch.ones(model.d).to(model.change.noise)
     for start in model.manifold.circles:

@@ -69,8 +69,8 @@ class MixtureDensityNetwork(ParametricDensity):
     ) -> Float[Tensor, "*b q"]:
         """Draw y given u.
 
-        Each point gets one of the networks: of ``nets * ceil(n / nets)`` places, an equal number in
-        each network, it takes one at random. A network is only run at its own points.
+        Each point is assigned at random to one of ``nets * ceil(n / nets)`` slots, of which each
+        network has an equal number. A network is evaluated only at its own points.
         """
         rows, nets, q = self.standardised(u), len(self.layers[0]), len(self.output_mean)
         places = rows.new_empty(nets * (-(-len(rows) // nets)))

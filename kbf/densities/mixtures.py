@@ -2,7 +2,7 @@
 
 Each of K maps is linear in the same features, y = A_k^T phi(u) + scale_k(u)^1/2 S_k^1/2 e, with a
 share of its own; e is standard normal, or Student with nu degrees of freedom. A background that
-does not look at u may take what fits no map.
+does not depend on u may account for points that fit no map.
 """
 
 import math
@@ -227,9 +227,9 @@ def expectation_maximisation(
 
     Iterations stop when the score no longer changes.
 
-    Every point meets each map as fitted *without* it, in closed form: with h = phi^T (Phi^T W Phi +
+    Each point is scored by maps fitted *without* it, in closed form: with h = phi^T (Phi^T W Phi +
     ridge)^-1 phi and its weight w, the residual is e / (1 - w h) and the scale 1 + h / (1 - w h).
-    So a map that follows single points gains nothing by it.
+    A map therefore gains nothing by following single points.
 
     Args:
         features: phi, whose values at the points are ``phi``.

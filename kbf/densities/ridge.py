@@ -217,8 +217,8 @@ def fit_ridge_map(
 
     Args:
         u: inputs ``n d``.
-        y: outputs ``n q``. S is given 1e-9 of their mean variance on its diagonal: a constant
-            component does no harm.
+        y: outputs ``n q``. 1e-9 of their mean variance is added to the diagonal of S, so that
+            components may be constant.
         kernels: names in `kbf.rkhs.kernels.KERNELS` or `NETWORK_KERNELS` to try.
         factors: bandwidths to try, of kernels that have one, over the median distance of the
             inputs.

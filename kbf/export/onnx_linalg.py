@@ -11,6 +11,10 @@ from torch import Tensor
 
 # Sweeps of Jacobi rotations; convergence is quadratic, and matrices of covariances are small.
 SWEEPS = 8
+# Argument from which on `STIRLING` is exact to rounding, and its terms: numerators and
+# denominators.
+LEAST_OF_STIRLING = 8
+STIRLING = ((1, 12), (-1, 360), (1, 1260), (-1, 1680), (1, 1188), (-691, 360360), (1, 156))
 
 
 def keep(
@@ -213,3 +217,23 @@ def atan2(y: Tensor, x: Tensor) -> Tensor:
 def atan(x: Tensor) -> Tensor:
     """Return arctan x, as `atan2`."""
     return atan2(x, torch.ones_like(x))
+
+
+def lgamma(x: Tensor) -> Tensor:
+    """Return log Gamma(x) of positive x: Stirling's series at x + 8, or at x from 8 on.
+
+    log Gamma(x) = log Gamma(x + 8) - log(x (x + 1) ... (x + 7)).
+
+    References: Abramowitz and Stegun (1964), 6.1.41.
+    """
+    small = x < LEAST_OF_STIRLING
+    product = torch.ones_like(x)
+    for k in range(LEAST_OF_STIRLING):
+        product = product * (x + k)
+    y = torch.where(small, x + LEAST_OF_STIRLING, x)
+    z = 1 / y.square()
+    series = torch.zeros_like(x)
+    for numerator, denominator in reversed(STIRLING):
+        series = series * z + numerator / denominator
+    found = (y - 0.5) * y.log() - y + 0.5 * math.log(2 * math.pi) + series / y
+    return found - torch.where(small, product, torch.ones_like(x)).log()

@@ -65,6 +65,7 @@ SPELT_OUT: dict[Any, Any] = {
     aten.diagonal_scatter.default: onnx_linalg.diagonal_scatter,
     aten.elu.default: onnx_linalg.elu,
     aten.softplus.default: onnx_linalg.softplus,
+    aten.lgamma.default: onnx_linalg.lgamma,
 }
 
 

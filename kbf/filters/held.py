@@ -141,7 +141,7 @@ def without_repeats(recording: Recording, held: Shaped[Tensor, " q"]) -> Recordi
 
 
 class HeldReadings:
-    """A model that knows single sensors, with repeats of held sensors as missing readings."""
+    """A model that allows missing sensors, with repeats of held sensors as missing readings."""
 
     def __init__(self, model: Any, held: Shaped[Tensor, " q"]) -> None:
         """Wrap a model that has ``allow_missing_sensors``, which is True while it is fitted.

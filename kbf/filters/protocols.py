@@ -1,8 +1,8 @@
 """Interfaces of filters and their models, and functions that query what a filter supports.
 
-A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` in front (the state
-law). That law alone gives every filter missing data, ragged batches, truncated back-propagation,
-moves between devices, and a running filter that can be saved.
+A filter carries a *state*: a NamedTuple of tensors, each with the batch ``b`` as first dimension.
+Because of this convention every filter supports missing data, batches of unequal lengths, truncated
+back-propagation, transfer between devices, and saving of a running filter.
 """
 
 import functools
@@ -64,7 +64,7 @@ class FilterStep(NamedTuple):
 class Filter(Protocol[S]):
     """Predict and update; every method is pure and returns a new state.
 
-    What a filter can do beyond that it states by having more: `Controlled`, `WithSensors`,
+    Further capabilities are methods of other protocols: `Controlled`, `WithSensors`,
     `WithDiagnostics`, `WithCovariance`, `WithSample`, `Smoothable`, `HasLikelihood`, `Fused`,
     `ParallelInTime`, `FadingMemory`.
     """
@@ -157,22 +157,22 @@ class Smoothable(Protocol):
         """The step back in time.
 
         Raises:
-            ValueError: this one has none after all: its model does not know the density of a move,
-                say.
+            ValueError: the filter has no smoother, for instance because its model has no transition
+                density.
         """
         ...
 
 
 @runtime_checkable
 class HasLikelihood(Protocol):
-    """A filter that knows which observations its prediction has no probability for."""
+    """A filter that reports whether an observation is possible under its prediction."""
 
     def observe(self, state: Any, obs: Tensor) -> tuple[Any, Tensor]:
         """Return what ``update`` returns and, ``b``, whether the observation was possible.
 
         The second value is True, or a positive finite number, where it was possible.
 
-        Where it was not, the new state means nothing.
+        The new state is undefined where the observation was not possible.
         """
         ...
 
@@ -200,20 +200,20 @@ class Fused(Protocol):
 
 @runtime_checkable
 class ParallelInTime(Protocol):
-    """A filter that knows a faster way through a sequence than step after step."""
+    """A filter that can compute all states of a sequence faster than step by step."""
 
     def recursion(self, state: Any, obs: Tensor) -> tuple[Any, Tensor] | None:
         """Return the states after each observation ``b T q``, and ``b T``, whether it was possible.
 
-        Each part of a state has ``b T`` in front. What comes after an observation that was not
-        possible means nothing. None where there is no such way from this state.
+        Each part of a state has ``b T`` in front. States after an impossible observation are
+        undefined. None if the recursion is not available from this state.
         """
         ...
 
 
 @runtime_checkable
 class FadingMemory(Protocol):
-    """A filter without random numbers whose state does not depend on states of long ago."""
+    """A filter without random numbers whose state does not depend on the distant past."""
 
     def forgets(self) -> int:
         """Return the number of observations after which this usually holds, to rounding.
@@ -396,7 +396,7 @@ def where(mask: Bool[Tensor, " b"], a: S, b: S) -> S:
 
 
 def smoother_of(filter: Filter[Any]) -> Backward:
-    """The filter's way back in time.
+    """Return the backward step of a filter.
 
     Raises:
         ValueError: a filter that has none: its state is no distribution, or its model does not know

@@ -2,7 +2,7 @@
 
 A smoother runs its filter forwards, keeps every state, and steps back
 (`kbf.filters.kernel.smoother`); that needs the whole recording, or for a fixed lag the next L
-observations. Any filter can look ahead: it is asked to move without observing.
+observations. Any filter can forecast: it predicts without updates.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Filters around filters: other units, encoded images, one more diagnostic."""
+"""Wrappers of filters that change units, encode images or add a diagnostic."""
 
 from typing import Any
 

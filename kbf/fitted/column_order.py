@@ -1,11 +1,11 @@
-"""Columns that are exchanged, or have the other sign, in recordings that meet a fitted filter.
+"""Detects columns of new recordings that are exchanged or have the opposite sign.
 
-Ranges do not show this where the columns are alike. The law by which rows follow one another does:
-a linear prediction of each row from the row before and the controls is fitted to the training
+Ranges do not reveal this where columns are alike, but the dynamics do: a linear prediction of
+each row from the row before and the controls is fitted to the training recordings
 (`LinearPrediction`). A recording that is predicted worse than any part of the training is predicted
-with each column negated, and with each two columns exchanged. Only what is significantly better so,
-and then as good as in the training, is reported: symmetric laws and quieter operation bring no
-sentence.
+with each column negated, and with each two columns exchanged. A change is reported only if it
+reduces the error significantly, to that of the training; symmetric dynamics or less motion than in
+the training are not reported.
 """
 
 import itertools

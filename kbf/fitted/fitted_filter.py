@@ -329,7 +329,7 @@ class FittedFilter(Summary):
             state: a file that `OnlineFilter.save` has written, to continue; None starts from the
                 prior.
             max_delay: seconds by which a reading may be late.
-            compile: compile the step; takes a minute and makes steps faster.
+            compile: compile the step, which takes some seconds and makes steps faster.
             seed: of filters that draw random numbers.
 
         Raises:
@@ -403,7 +403,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
 
 
 def warn_of(differences: list[str], *, depth: int = 4) -> None:
-    """Warn of what recordings and the training have in common, or not."""
+    """Warn of differences between recordings and the training data, and of rows that both have."""
     for text in differences:
         warnings.warn(text, DataWarning, stacklevel=depth)
 

@@ -1,8 +1,8 @@
 """How the states of recordings move: regimes that last, jumps, and the noise of each component.
 
 A regime is a hidden mode with a change map of its own. It is reported if a chain of two modes that
-both last explains the errors of a single map better than one mode does. Laws of noise do not look
-like regimes: the errors are replaced by their normal scores.
+both last explains the errors of a single map better than one mode does. The errors are replaced by
+their normal scores, so that heavy-tailed noise is not mistaken for a regime.
 """
 
 import math

@@ -229,8 +229,8 @@ def gain_of(before: Trial, after: Trial) -> tuple[float, bool]:
 def most_helpful(trials: Trials) -> str:
     """Return what would lower the error most: more rows, another sensor, or nothing.
 
-    Twice the rows are worth having if they were so from half of the rows to all of them. Another
-    sensor is, if the sensor of the median worth is.
+    More rows help if the error decreases significantly from half of the rows to all rows. Another
+    sensor helps if the present sensor with the median decrease of the error does.
     """
     if trials.whole.nmse < MIN_NMSE:
         return f"The NMSE is {trials.whole.nmse:.2g}: no improvement is expected."

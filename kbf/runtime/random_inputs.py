@@ -15,8 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from kbf.runtime.branches import all_branches
 
-# Proposals for each draw of a Gamma distribution; each is accepted with probability 0.95 or more.
+# Proposals for each draw of a Gamma or Poisson distribution; each is accepted with a probability of
+# 0.95 or more (Gamma) or about 0.8 or more (Poisson).
 PROPOSALS = 8
+# Mean from which on a Poisson distribution is drawn from by rejection.
+LEAST_MEAN_OF_REJECTION = 10.0
+# Terms of its cumulative distribution below that; what is left out is below 1e-13.
+TERMS_OF_INVERSION = 42
 
 
 class NotExportedError(ValueError):
@@ -125,15 +130,40 @@ def gamma(mode: RandomInputs, shape: Tensor) -> Tensor:
 
 
 def poisson(mode: RandomInputs, mean: Tensor, generator: Any = None) -> Tensor:
-    """There is none with a fixed number of draws.
+    """Numbers of Poisson distributions.
 
-    Raises:
-        NotExportedError: always.
+    Means below `LEAST_MEAN_OF_REJECTION` by inversion, others by rejection from `PROPOSALS`
+    proposals. Both are computed for every mean.
+
+    References: Hoermann (1993), The transformed rejection method for generating Poisson random
+    variables: his algorithm PTRS without its squeezes.
     """
-    raise NotExportedError(
-        "a filter that draws counts (Poisson) in each step is not exported; "
-        "kbf, kalman and ukf_learned are"
+    rate, shape = mean.double(), tuple(mean.shape)
+    small, large = (
+        rate.clamp_max(LEAST_MEAN_OF_REJECTION),
+        rate.clamp_min(LEAST_MEAN_OF_REJECTION),
     )
+    u = mode.take("uniform", shape, torch.float64)
+    p = (-small).exp()
+    cumulative, inverted = p, torch.zeros_like(p)
+    for k in range(1, TERMS_OF_INVERSION):
+        inverted = inverted + (u >= cumulative)
+        p = p * small / k
+        cumulative = cumulative + p
+    b = 0.931 + 2.53 * large.sqrt()
+    a = 0.02483 * b - 0.059
+    alpha = 1.1239 + 1.1328 / (b - 3.4)
+    found = large.floor()
+    for _ in range(PROPOSALS):
+        u = mode.take("uniform", shape, torch.float64) - 0.5
+        v = mode.take("uniform", shape, torch.float64)
+        edge = (0.5 - u.abs()).clamp_min(torch.finfo(torch.float64).tiny)
+        k = ((2 * a / edge + b) * u + large + 0.43).floor()
+        count = k.clamp_min(0)
+        log_p = count * large.log() - large - torch.lgamma(count + 1)
+        accepted = (v * alpha).log() - (a / edge.square() + b).log() <= log_p
+        found = torch.where((k >= 0) & accepted, count, found)
+    return torch.where(rate < LEAST_MEAN_OF_REJECTION, inverted, found).to(mean.dtype)
 
 
 SAMPLERS: dict[str, Callable[..., Tensor]] = {

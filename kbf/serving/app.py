@@ -274,7 +274,7 @@ class Metrics:
 class Guard:
     """Refuses requests to other hosts and bodies that are too large, before they are read.
 
-    A page of another site that a name of its own leads here (DNS rebinding) asks for that name.
+    With DNS rebinding, a page of another site sends requests that name the host of that site.
     """
 
     def __init__(self, application: ASGI, service: Service, hosts: set[str]) -> None:

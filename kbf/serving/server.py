@@ -1,4 +1,4 @@
-"""The server of ``kbf serve``: Uvicorn, with a time limit of requests and an end in order.
+"""The server of ``kbf serve``: Uvicorn with a time limit for requests and a graceful shutdown.
 
 At SIGTERM or Ctrl-C requests in flight are answered. For `SECONDS_OF_END` the server still accepts
 requests and closes each connection after its response; then it ends.

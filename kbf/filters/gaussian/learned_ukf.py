@@ -14,7 +14,7 @@ the residuals of h (`kbf.filters.gaussian.sensor_laws`) and filtered in an augme
 (`kbf.filters.gaussian.augmented`). Counts are filtered as their square roots
 (`kbf.filters.gaussian.count_maps`).
 
-The first observation meets the recorded states themselves, not a Gaussian of them
+The first update uses the recorded states themselves, not a Gaussian approximation of them
 (`kbf.filters.gaussian.start`).
 
 A Gaussian has one mode: forks, and starts that several places explain, require particles

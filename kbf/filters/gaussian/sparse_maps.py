@@ -1,9 +1,9 @@
 """Maps whose outputs have few inputs each, selected by their error on contiguous blocks.
 
 Inputs of an output are added one at a time (forward selection), and a kernel term where it helps,
-while the error on held-out blocks falls by more than two standard errors over blocks. A block is a
-stretch of time: a map that has learned the places of a recording fails on the stretch that is left
-out, and a map of the input that matters does not.
+while the error on held-out blocks falls by more than two standard errors over blocks. Blocks are
+contiguous in time: a map that overfits to the positions of a recording fails on the block that is
+left out, and a map of the relevant inputs does not.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`StartingFilter`: a Gaussian filter whose first observation meets the recorded states.
+"""`StartingFilter`: a Gaussian filter whose first update uses the recorded states.
 
 Before the first observation the belief is the empirical distribution of the recorded states z_i,
 not N(m0, P0). With l_i = p(x | z_i) and w_i proportional to l_i^a, the states are moved to their

@@ -181,8 +181,8 @@ def choose_ratio_reg(
 ) -> float:
     """Return the ridge of the ratio with the lowest leave-one-out score of KuLSIF.
 
-    The score requires a sample of the prior, and a filter's prior is a prediction. Its place take
-    the successors of the states nearest to one recorded state, the prediction from a belief around
+    The score requires a sample of the prior, and a filter's prior is a prediction. The sample is
+    that of successors of the states nearest to a recorded state, the prediction of a belief around
     it: `PRIORS` of them from evenly spaced states, each of a tenth of the pairs; the training
     points are all other states. The score is the mean over these priors.
 

@@ -185,7 +185,7 @@ class FittedGRU(WithoutHyperparameters):
 
 
 class FittedMamba(FittedGRU):
-    """The same of `kbf.filters.neural.mamba.MambaFilter`, which takes longer: one network."""
+    """As `FittedGRU`, with one `kbf.filters.neural.mamba.MambaFilter`, which trains more slowly."""
 
     network = MambaFilter
 

@@ -27,7 +27,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 # Blocks of `SHORT_BLOCK` steps that a fold is cut into before blocks become longer.
 MIN_BLOCKS = 4
-# Most blocks of each fold that are filtered.
+# Most blocks of each fold that are filtered, if they are not short recordings.
 MAX_BLOCKS = 8
 # Steps of a block of a short fold.
 SHORT_BLOCK = 120
@@ -271,8 +271,8 @@ class Search:
     def affordable_parts(self) -> int:
         """The number of parts that `best_timed` can be run through within the budget.
 
-        With less time than for the fewest parts it is that of the best one alone, and of all parts
-        if it lacks the time, too.
+        Without time for the fewest parts, only the best model counts; without time for it, too, the
+        number of all parts is returned.
         """
         best, now = self.best_timed(), time.perf_counter()
         enough = sum(len(s.states) for s in self.parts[0][1]) >= STEPS_OF_ENOUGH
@@ -321,7 +321,7 @@ def blocks_of(part: list[Recording]) -> list[Recording]:
 
     The beginning of a recording may be its only information about the state. A short recording is
     therefore run through from its first step, as new recordings are, unless the fold begins within
-    it.
+    it. There are as many short recordings as have the steps of `MAX_BLOCKS` long blocks together.
     """
     total = sum(len(s.states) for s in part)
     length = max(2, min(SHORT_BLOCK, total // MIN_BLOCKS), min(LONG_BLOCK, total // MAX_BLOCKS))
@@ -331,7 +331,10 @@ def blocks_of(part: list[Recording]) -> list[Recording]:
         for s in part
         for k in ([0] if whole else range(0, max(1, len(s.states) - length // 2), length))
     ]
-    chosen = {round(i * (len(spans) - 1) / (MAX_BLOCKS - 1)) for i in range(MAX_BLOCKS)}
+    most = MAX_BLOCKS
+    if whole:
+        most = MAX_BLOCKS * LONG_BLOCK // max(len(s.states) for s in part)
+    chosen = {round(i * (len(spans) - 1) / (most - 1)) for i in range(most)}
     return [
         piece(spans[i][0], spans[i][1], 2 * SHORT_BLOCK if whole else spans[i][1] + length)
         for i in sorted(chosen)

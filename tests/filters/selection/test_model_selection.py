@@ -483,7 +483,7 @@ def test_with_controls_the_kernel_monte_carlo_filter_leads(monkeypatch):
 def test_stretches_are_as_long_as_a_fold_allows():
     """`MIN_BLOCKS` of `SHORT_BLOCK` steps at first, then `MAX_BLOCKS` of up to `LONG_BLOCK` steps.
 
-    Short recordings are taken whole.
+    Short recordings are taken whole, as many as have the steps of the long blocks.
     """
 
     def lengths(*steps):
@@ -497,7 +497,8 @@ def test_stretches_are_as_long_as_a_fold_allows():
     assert lengths(960) == [120] * 8
     assert lengths(4000) == [500] * 8
     assert lengths(100_000) == [1000] * 8
-    assert lengths(*[150] * 30) == [150] * 8
+    assert lengths(*[150] * 30) == [150] * 30
+    assert lengths(*[100] * 400) == [100] * 80
     assert lengths(*[1700] * 28)[:2] == [1000, 1000] and len(lengths(*[1700] * 28)) == 8
 
 
