@@ -13,7 +13,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from kbf import __version__
 from kbf.evaluation.calibration import Calibration, calibrated_covariance
-from kbf.export import onnx_linalg
+from kbf.export import onnx_linalg, onnx_scalars
 from kbf.filters.compile import quietly
 from kbf.filters.gating import GatedFilter, GatedState
 from kbf.filters.kernel.filter import KernelState
+from kbf.filters.kernel_monte_carlo.filter import KernelMonteCarloFilter
 from kbf.filters.protocols import (
     Filter,
     allows_missing_sensors,
@@ -181,7 +182,8 @@ def export(
 
     The ONNX program of a kernel filter in float32 works in float64 and is compared with the filter
     in float64: in float32, rounding errors of its linear solve differ by a few 1e-5 between
-    libraries.
+    libraries. So do the particles of a kernel Monte Carlo filter: in float32 a rounding error may
+    select another particle.
 
     Args:
         filter: a copy is exported.
@@ -204,8 +206,13 @@ def export(
     if reason := why_not_exported(filter):
         raise ValueError(reason)
     own, filter = filter, copied(filter)
-    if format == "onnx" and isinstance(filter.init(1), KernelState):
-        to_double(filter)
+    if format == "onnx":
+        if isinstance(filter.init(1), KernelState):
+            to_double(filter)
+        for part in kernel_monte_carlo_filters(filter):
+            for name, value in vars(part).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    setattr(part, name, value.double())
     step = ExportedStep(filter, calibration).eval().requires_grad_(False)
     inputs, outputs = step.inputs(obs[:1]), step.outputs()
     known = {"kbf": __version__, **(about or {})}
@@ -241,7 +248,7 @@ def export(
                     "deviations of the state, more than "
                     f"{TOLERANCE:g}: it is not written"
                 )
-            other = any(
+            other = not any(step.drawn.values()) and any(
                 a.dtype != b.dtype for a, b in zip(own.init(1), filter.init(1), strict=True)
             )
             found = Exported(
@@ -258,6 +265,17 @@ def copied(filter: Any) -> Any:
     return copy.deepcopy(
         filter, {id(leaf): leaf.detach().clone() for leaf in leaves if not leaf.is_leaf}
     )
+
+
+def kernel_monte_carlo_filters(part: Any) -> Iterator[KernelMonteCarloFilter]:
+    """Yield the kernel Monte Carlo filters that a filter consists of."""
+    if isinstance(part, KernelMonteCarloFilter):
+        yield part
+    elif isinstance(part, dict | list):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from kernel_monte_carlo_filters(each)
+    elif type(part).__module__.startswith("kbf.") and hasattr(part, "__dict__"):
+        yield from kernel_monte_carlo_filters(vars(part))
 
 
 def to_double(filter: Any) -> None:
@@ -301,7 +319,7 @@ def write_onnx(
 ) -> Reader:
     """Write a program for ONNX Runtime: operator set 20, weights inside the file."""
     onnxruntime = need("onnxruntime", "export", "format=onnx")
-    spelt = program.run_decompositions(SPELT_OUT)
+    spelt = program.run_decompositions(SPELT_OUT | onnx_scalars.SCALARS)
     try:
         made = torch.onnx.export(
             spelt,
@@ -309,6 +327,7 @@ def write_onnx(
             input_names=list(inputs),
             output_names=outputs,
             opset_version=20,
+            custom_translation_table=onnx_scalars.translations(),
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
