@@ -5,6 +5,7 @@ bounds and intervals of the filter that it was exported from (`kbf.fitted.progra
 """
 
 import bisect
+import hashlib
 import json
 import math
 import os
@@ -13,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
+from kbf.runtime.atomic_files import replacing
 from kbf.runtime.column_values import ColumnValues
 from kbf.runtime.errors import DataError, DataWarning, nearest
 from kbf.runtime.optional_dependencies import need
@@ -24,6 +27,9 @@ Array = np.ndarray
 
 # Components that filters use, by kind of part (`kbf.data.files.column_schema.WIDTH_OF_KIND`).
 WIDTHS = {"number": 1, "angle": 2, "rotation": 9}
+
+# Entries of a file of a state: the SHA-256 sum of the program, and the state of the random numbers.
+PROGRAM, RANDOM = "program", "random"
 
 
 class ProgramEstimate(ColumnValues):
@@ -76,8 +82,10 @@ class OnnxFilter:
                 str(path), options, providers=["CPUExecutionProvider"]
             )
             stored = self._session.get_modelmeta().custom_metadata_map["kbf"]
+            self._program: str = hashlib.sha256(Path(path).read_bytes()).hexdigest()
             self.about: dict[str, Any] = json.loads(stored)
             self._schema: dict[str, Any] = self.about["column_schema"]
+            self._sensors: dict[str, list[str]] = self._schema.get("sensors", {})
             self._inputs: dict[str, Any] = {each["name"]: each for each in self.about["inputs"]}
             self._outputs: list[str] = [each["name"] for each in self.about["outputs"]]
         except Exception as error:  # ONNX Runtime's own types, and entries that are missing
@@ -115,8 +123,9 @@ class OnnxFilter:
         """Move to the next step and take in its observation.
 
         Args:
-            obs: a mapping from observation columns to numbers, an array ``q``, or an image; None,
-                or with a missing number, where nothing was observed.
+            obs: a mapping from observation columns or sensors to numbers, an array ``q``, or an
+                image; None, or with a missing number, where nothing was observed. If the filter
+                allows missing sensors, columns may be absent.
             control: of the move, a mapping or an array ``k``.
             dt: seconds since the step before; the filter moves round(dt / time_step) times.
 
@@ -156,8 +165,9 @@ class OnnxFilter:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as an ``.npz`` file, which `load` reads."""
-        with open(path, "wb") as file:
-            leaves: dict[str, Any] = self._state
+        random = json.dumps(self._rng.bit_generator.state)
+        leaves: dict[str, Any] = {**self._state, PROGRAM: self._program, RANDOM: random}
+        with replacing(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, **leaves)
 
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -166,11 +176,15 @@ class OnnxFilter:
         Raises:
             ValueError: a state of another program.
         """
-        with np.load(path) as stored:
-            leaves = dict(stored)
-        shapes = {name: each.shape for name, each in self._state.items()}
-        if {name: each.shape for name, each in leaves.items()} != shapes:
-            raise ValueError(f"state: {path} was not written by this program")
+        try:
+            with np.load(path) as stored:
+                leaves = dict(stored)
+            program, random = str(leaves.pop(PROGRAM)), json.loads(str(leaves.pop(RANDOM)))
+        except (ValueError, EOFError, KeyError, BadZipFile) as error:
+            raise ValueError(f"state: {path} is no state of a program, or damaged") from error
+        if program != self._program or list(leaves) != list(self._state):
+            raise ValueError(f"state: {path} was written by another program")
+        self._rng.bit_generator.state = random
         self._state = leaves
 
     def factors(self, level: float) -> dict[str, float]:
@@ -253,11 +267,16 @@ class OnnxFilter:
             image = np.asarray(obs)
             scale = 255 if image.dtype == np.uint8 else 1
             return (image.reshape(entry["shape"]) / scale).astype(entry["dtype"])
-        values = numbers_by_name(obs, names, "observations")
+        allowed = bool(self.about.get("allow_missing_sensors"))
+        values = numbers_by_name(self._by_column(obs), names, "observations", missing=allowed)
         codes = self.about.get("missing") or [[] for _ in names]
         values = [math.nan if v in marks else v for v, marks in zip(values, codes, strict=True)]
+        for columns in self._sensors.values():  # one that lacks a column is missing as a whole
+            own = [names.index(name) for name in columns]
+            if any(math.isnan(values[k]) for k in own):
+                values = [math.nan if k in own else v for k, v in enumerate(values)]
         missing = list(map(math.isnan, values))
-        if all(missing) or (any(missing) and not self.about.get("allow_missing_sensors")):
+        if all(missing) or (any(missing) and not allowed):
             return None
         encoded, at = [], 0
         for kind, own in self._schema["observations"]:
@@ -271,6 +290,19 @@ class OnnxFilter:
                 block = from_quaternion(block) if known else [math.nan] * 9
             encoded += block
         return np.array([encoded], entry["dtype"])
+
+    def _by_column(self, obs: Any) -> Any:
+        """A mapping with the columns of sensors in place of their names."""
+        if not isinstance(obs, Mapping):
+            return obs
+        found = dict(obs)
+        for sensor, columns in self._sensors.items():
+            if sensor in found and sensor not in columns:
+                given = found.pop(sensor)
+                none = [math.nan] * len(columns)
+                numbers = none if given is None else numbers_by_name(given, columns, sensor)
+                found |= dict(zip(columns, numbers, strict=True))
+        return found
 
     def _control(self, control: Any) -> Array | None:
         """A control as the program takes it."""
@@ -317,8 +349,16 @@ def load_onnx(path: str | os.PathLike[str], *, threads: int = 1, seed: int = 0) 
     return OnnxFilter(path, threads=threads, seed=seed)
 
 
-def numbers_by_name(values: Any, names: list[str], side: str) -> list[float]:
+def numbers_by_name(
+    values: Any, names: list[str], side: str, *, missing: bool = False
+) -> list[float]:
     """Return the numbers of columns, from a mapping or an array; NaN where one is missing.
+
+    Args:
+        values: by name, or in the order of ``names``.
+        names: of the columns.
+        side: for messages.
+        missing: whether columns may be absent.
 
     Raises:
         KeyError: an unknown name. DataError: an absent name, or another number of values.
@@ -329,9 +369,10 @@ def numbers_by_name(values: Any, names: list[str], side: str) -> list[float]:
         if unknown := [name for name in values if name not in names]:
             hint = nearest(str(unknown[0]), names, "they are")
             raise KeyError(f"{unknown[0]!r} is not among the {side}; {hint}")
-        if absent := [name for name in names if name not in values]:
+        absent = [name for name in names if name not in values]
+        if absent and not missing:
             raise DataError(f"{side}: {', '.join(absent)} is missing; None stands for no reading")
-        values = [values[name] for name in names]
+        values = [values.get(name) for name in names]
     found = [math.nan if each is None else float(each) for each in np.ravel(values)]
     if len(found) != len(names):
         raise DataError(

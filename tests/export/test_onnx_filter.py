@@ -63,14 +63,42 @@ def test_a_program_steps_as_the_filter_does(data, fitted, program):
     assert loaded.columns == fitted.columns
     for obs, control in rows(data):
         ours, theirs = live.step(obs, control=control), loaded.step(obs, control=control)
-        assert theirs.to_dict() == pytest.approx(ours.to_dict(), abs=1e-4)
-        assert theirs.std == pytest.approx(ours.std, rel=1e-4)
+        assert theirs.to_dict() == pytest.approx(ours.to_dict(), abs=1e-8)
+        assert theirs.std == pytest.approx(ours.std, rel=1e-8)
         assert theirs.rejected == ours.rejected
         for level in (0.5, 0.95, 0.9999):
             for name, ends in ours.interval(level).items():
                 assert theirs.interval(level)[name] == pytest.approx(ends, abs=1e-3)
     ours = live.predict(0.3, control={"turn": 1.0})
     assert loaded.predict(0.3, control={"turn": 1.0})["heading"] == pytest.approx(ours["heading"])
+
+
+def test_a_sensor_that_lacks_a_column_is_missing_as_a_whole(data, tmp_path):
+    """By column or by sensor, with absent columns, as of `FittedFilter.online`."""
+    data = data.assign(wheel=data["speed"] + 0.1 * np.cos(np.arange(240)))
+    fitted = kbf.fit(
+        data,
+        states=["heading", "speed"],
+        observations={"gps": ["east", "north"], "odometer": ["wheel"]},
+        angles={"heading": "degrees"},
+        allow_missing_sensors=True,
+        model="kalman",
+        progress=False,
+    )
+    fitted.export(tmp_path / "step.onnx")
+    live, loaded = fitted.online(), kbf.load_onnx(tmp_path / "step.onnx")
+    for obs in (
+        {"gps": (0.5, 0.8), "odometer": (1.0,)},
+        {"east": 0.9, "north": None, "wheel": 1.1},
+        {"gps": None, "odometer": (1.2,)},
+        {"wheel": 0.9},
+        {"east": 0.2, "wheel": None},
+    ):
+        ours, theirs = live.step(obs), loaded.step(obs)
+        assert theirs.to_dict() == pytest.approx(ours.to_dict(), abs=1e-8), obs
+        assert theirs.std == pytest.approx(ours.std, rel=1e-8)
+    with pytest.raises(kbf.DataError, match=r"gps must be 2 numbers \(east, north\), got 3"):
+        loaded.step({"gps": (1, 2, 3)})
 
 
 def test_a_state_is_saved_and_a_forecast_leaves_it(data, program, tmp_path):
@@ -83,8 +111,12 @@ def test_a_state_is_saved_and_a_forecast_leaves_it(data, program, tmp_path):
     ahead = first.forecast(2, controls=controls)
     assert [dict(each) for each in second.forecast(2, controls=controls)] == list(map(dict, ahead))
     assert dict(first.predict(control=controls[0])) == dict(ahead[0])
+    with np.load(tmp_path / "state.npz") as stored:
+        np.savez(tmp_path / "another.npz", **(dict(stored) | {"program": "0" * 64}))
+    with pytest.raises(ValueError, match="written by another program"):
+        second.load(tmp_path / "another.npz")
     np.savez(tmp_path / "other.npz", state_mean=np.zeros(3))
-    with pytest.raises(ValueError, match="not written by this program"):
+    with pytest.raises(ValueError, match="no state of a program, or damaged"):
         second.load(tmp_path / "other.npz")
 
 
