@@ -320,6 +320,8 @@ class OnnxFilter:
     def _moves(self, dt: float | None) -> int:
         """Number of moves for an elapsed time."""
         step = self.about.get("time_step")
+        if dt is not None and dt < 0:
+            raise DataError(f"{dt:.6g} s since the last step: time must not run backwards")
         if dt is None or step is None:
             return 1
         moves = round(dt / step)

@@ -324,18 +324,16 @@ class OnlineFilter:
         return None if self.time is None or step is None else self.time + step
 
     def _moves(self, dt: float | None, now: float | None) -> int:
-        """Number of moves for an elapsed time; 1 if no time is given.
-
-        Raises:
-            DataError: a negative time, or one that is not a multiple of the time step.
-        """
+        """Number of moves for an elapsed time that is a multiple of the time step; 1 if unknown."""
         step = self._fitted.time_step
         if now is not None:
             dt = None if self.time is None else now - self.time
+        if dt is not None and dt < 0:
+            raise DataError(f"{dt:.6g} s since the last step: time must not run backwards")
         if dt is None or step is None:
             return 1
         moves = round(dt / step)
-        if dt < 0 or abs(dt / step - moves) > MAX_OFF_GRID:
+        if abs(dt / step - moves) > MAX_OFF_GRID:
             raise DataError(
                 f"{dt:.6g} s since the last step are no multiple of the time step of the training, "
                 f"{step:.6g} s"

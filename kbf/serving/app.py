@@ -272,9 +272,10 @@ class Metrics:
 
 
 class Guard:
-    """Refuses requests to other hosts and bodies that are too large, before they are read.
+    """Refuses requests to and from other hosts, and large bodies, before they are read.
 
-    With DNS rebinding, a page of another site sends requests that name the host of that site.
+    A browser names the site whose page sends a request as its ``Origin``. With DNS rebinding, a
+    page of another site sends requests that name the host of that site.
     """
 
     def __init__(self, application: ASGI, service: Service, hosts: set[str]) -> None:
@@ -290,8 +291,11 @@ class Guard:
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         reason = None
+        origin = headers.get(b"origin", b"").decode("latin-1").rpartition("//")[2]
         if host_of(headers.get(b"host", b"").decode("latin-1")) not in self.hosts:
             reason = Refused(403, "unknown host: kbf serve hosts=[NAME] allows more host names")
+        elif origin and host_of(origin) not in self.hosts:
+            reason = Refused(403, "a page of another host: kbf serve hosts=[NAME] allows its name")
         elif not length.isdigit() or int(length) > self.service.largest_body:
             most = self.service.largest_body
             reason = Refused(413, f"a request has at most {most} bytes")

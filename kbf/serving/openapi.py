@@ -62,6 +62,11 @@ def document(fitted: FittedFilter) -> dict[str, Any]:
                 "type": ["string", "null"],
                 "enum": ["out_of_distribution", "innovation_outlier", "diverged", None],
             },
+            "late": {
+                "type": "boolean",
+                "description": "time is before that of the last step: the reading is taken in at "
+                "its time, or dropped after max_delay seconds",
+            },
             "warnings": {"type": "array", "items": {"type": "string"}},
         },
     }

@@ -141,7 +141,7 @@ class Session:
                 estimate = self.online.update(asked.obs, time=asked.time)
             else:
                 estimate = self.online.take(asked.inputs)
-        return self.answer(estimate, asked.obs)
+        return self.answer(estimate, asked.obs) | {"late": asked.inputs is None}
 
     def check_moves(self, dt: int | float | None, now: float | None) -> None:
         """Raise `Refused` for a time that is not finite or takes more than `MAX_MOVES` moves."""

@@ -155,6 +155,10 @@ def test_hosts_methods_paths_and_kinds(port, session):
         assert status == 400 or "hosts=[NAME]" in found["error"]
     for host in ("localhost", "LOCALHOST:9", "127.0.0.1:8000"):
         assert ask(port, "POST", path, STEP, Host=host)[0] == 200
+    for origin in ("http://evil.example", "https://localhost.evil.example:8000", "null"):
+        status, found = ask(port, "POST", path, STEP, Origin=origin)
+        assert status == 403 and "a page of another host" in found["error"]
+    assert ask(port, "POST", path, STEP, Origin=f"http://127.0.0.1:{port}")[0] == 200
     for kind in ("text/plain", "", "application/x-www-form-urlencoded"):
         assert ask(port, "POST", path, STEP, Content_Type=kind)[0] == 415
     assert ask(port, "GET", "/nowhere")[0] == 404
