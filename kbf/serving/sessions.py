@@ -141,7 +141,7 @@ class Session:
                 estimate = self.online.update(asked.obs, time=asked.time)
             else:
                 estimate = self.online.take(asked.inputs)
-        return self.answer(estimate, asked.obs) | {"late": asked.inputs is None}
+        return self.answer(estimate, asked.obs, late=asked.inputs is None)
 
     def check_moves(self, dt: int | float | None, now: float | None) -> None:
         """Raise `Refused` for a time that is not finite or takes more than `MAX_MOVES` moves."""
@@ -158,7 +158,7 @@ class Session:
                     "before: start a new session after such a gap",
                 )
 
-    def answer(self, estimate: Estimate, obs: Any) -> dict[str, Any]:
+    def answer(self, estimate: Estimate, obs: Any, *, late: bool = False) -> dict[str, Any]:
         """Keep the step for the page, and return its response."""
         self.steps += 1
         values, std = list(estimate.values()), estimate.std
@@ -197,6 +197,7 @@ class Session:
             },
             "rejected": estimate.rejected,
             "alarm": estimate.alarm,
+            "late": late,
         }
         if new := self.online.differences[self._shown :]:
             response["warnings"] = new
