@@ -1,5 +1,6 @@
 from kbf.export import (
     onnx_filter as onnx_filter,
     onnx_linalg as onnx_linalg,
+    onnx_scalars as onnx_scalars,
     step as step,
 )
