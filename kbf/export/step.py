@@ -13,7 +13,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,10 +209,7 @@ def export(
     if format == "onnx":
         if isinstance(filter.init(1), KernelState):
             to_double(filter)
-        for part in kernel_monte_carlo_filters(filter):
-            for name, value in vars(part).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    setattr(part, name, value.double())
+        particles_to_double(filter)
     step = ExportedStep(filter, calibration).eval().requires_grad_(False)
     inputs, outputs = step.inputs(obs[:1]), step.outputs()
     known = {"kbf": __version__, **(about or {})}
@@ -267,15 +264,17 @@ def copied(filter: Any) -> Any:
     )
 
 
-def kernel_monte_carlo_filters(part: Any) -> Iterator[KernelMonteCarloFilter]:
-    """Yield the kernel Monte Carlo filters that a filter consists of."""
+def particles_to_double(part: Any) -> None:
+    """Convert the kernel Monte Carlo filters that a filter consists of to float64, in place."""
     if isinstance(part, KernelMonteCarloFilter):
-        yield part
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                setattr(part, name, value.double())
     elif isinstance(part, dict | list):
         for each in part.values() if isinstance(part, dict) else part:
-            yield from kernel_monte_carlo_filters(each)
+            particles_to_double(each)
     elif type(part).__module__.startswith("kbf.") and hasattr(part, "__dict__"):
-        yield from kernel_monte_carlo_filters(vars(part))
+        particles_to_double(vars(part))
 
 
 def to_double(filter: Any) -> None:
