@@ -28,6 +28,7 @@ from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
 from kbf.fitted.compatibility import Comparison, piece_differences
 from kbf.fitted.online_estimator import OnlineEstimator, Values
+from kbf.fitted.program import compiled_step, zero_observation
 from kbf.recording import as_float
 from kbf.runtime.atomic_files import replacing
 
@@ -102,22 +103,19 @@ def run(config: dict[str, Any]) -> int:
     check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data, column_schema = layout_of(trained), trained.module.column_schema()
-    example = torch.zeros(
-        1,
-        *(trained.module.observation or ()),
-        dtype=trained.module.input_dtype,
-        device=config["device"],
-    )
     estimator = OnlineEstimator(
         trained,
         column_schema,
         covariance=config["covariance"],
         alarms=config["alarms"],
-        compiled=example if config["compile"] else None,
+        compiled=compiled_step(trained) if config["compile"] else None,
         generator=torch.Generator(config["device"]).manual_seed(config["seed"]),
     )
     messages, listener = Console(stderr=True, highlight=False, soft_wrap=True), SignalListener()
     live = config["input"] == "-" and config["output"] == "-"
+    at_a_time = ROWS_PER_BATCH
+    if config["input"] != "-":
+        at_a_time = estimator.rows_at_a_time(zero_observation(trained))
     is_lines = is_text(config["input"], column_schema, data)
     warn = partial(messages.print, style="yellow", markup=False)
     running = FilterRun(
@@ -127,7 +125,7 @@ def run(config: dict[str, Any]) -> int:
         identity(config["checkpoint"]),
         Comparison(trained) if is_lines else None,
         warn if config["input"] == "-" else None,
-        ROWS_PER_BATCH if config["input"] == "-" else estimator.rows_at_a_time(example),
+        at_a_time,
     )
     began, unreadable = time.perf_counter(), 0
     try:

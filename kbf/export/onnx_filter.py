@@ -18,15 +18,20 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from kbf.export.numpy_columns import from_quaternion, numbers_by_name, rotation_columns
 from kbf.runtime.atomic_files import replacing
 from kbf.runtime.column_values import ColumnValues
-from kbf.runtime.errors import DataError, DataWarning, nearest
+from kbf.runtime.errors import DataError, DataWarning
 from kbf.runtime.optional_dependencies import need
 
 Array = np.ndarray
 
 # Components that filters use, by kind of part (`kbf.data.files.column_schema.WIDTH_OF_KIND`).
 WIDTHS = {"number": 1, "angle": 2, "rotation": 9}
+
+# Time steps after which a filter with durations as a control starts again from the prior
+# (`kbf.data.files.timestamps.LARGEST_GAP`).
+LARGEST_GAP = 5.0
 
 # Entries of a file of a state: the SHA-256 sum of the program, and the state of the random numbers.
 PROGRAM, RANDOM = "program", "random"
@@ -111,11 +116,14 @@ class OnnxFilter:
     def reset(self) -> None:
         """Return to the prior, and to the first random number."""
         self._rng = np.random.default_rng(self._seed)
-        self._state: dict[str, Array] = {
+        self._state: dict[str, Array] = self._prior()
+        self.estimate: ProgramEstimate | None = None
+
+    def _prior(self) -> dict[str, Array]:
+        return {
             name: np.array(value, self._inputs[name]["dtype"])
             for name, value in self.about["initial"].items()
         }
-        self.estimate: ProgramEstimate | None = None
 
     def step(
         self, obs: Any = None, *, control: Any = None, dt: float | None = None
@@ -127,13 +135,16 @@ class OnnxFilter:
                 image; None, or with a missing number, where nothing was observed. If the filter
                 allows missing sensors, columns may be absent.
             control: of the move, a mapping or an array ``k``.
-            dt: seconds since the step before; the filter moves round(dt / time_step) times.
+            dt: seconds since the step before; the filter moves round(dt / time_step) times, or
+                once where the duration is a control.
 
         Raises:
             DataError: columns that are unknown or missing, or a time that is no multiple of the
                 time step.
         """
-        given, acted = self._observation(obs), self._control(control)
+        given, acted = self._observation(obs), self._control(control, dt)
+        if self._is_gap(dt):
+            self._state = self._prior()
         for _ in range(self._moves(dt) - 1):
             self._run(None, acted)
         self.estimate = self._run(given, acted)
@@ -304,25 +315,39 @@ class OnnxFilter:
                 found |= dict(zip(columns, numbers, strict=True))
         return found
 
-    def _control(self, control: Any) -> Array | None:
-        """A control as the program takes it."""
-        names = self.columns["controls"]
+    def _control(self, control: Any, dt: float | None = None) -> Array | None:
+        """A control as the program takes it, with the seconds of the move where these are one."""
+        names, taken = self.columns["controls"], list[float]()
+        if self.about.get("time_as_control"):
+            step = float(self.about["time_step"])
+            taken = [step if dt is None or self._is_gap(dt) else dt]
         if not names and control is None:
-            return None
+            return np.array([taken], self._inputs["control"]["dtype"]) if taken else None
         if not names or control is None:
             needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
             raise DataError(f"this filter {needs}")
         numbers = numbers_by_name(control, names, "controls")
         if any(map(math.isnan, numbers)):
             raise DataError("a control is missing")
-        return np.array([numbers], self._inputs["control"]["dtype"])
+        return np.array([numbers + taken], self._inputs["control"]["dtype"])
+
+    def _is_gap(self, dt: float | None) -> bool:
+        """Whether the filter starts again from the prior (`kbf.fitted.durations`)."""
+        if dt is None or not self.about.get("time_as_control"):
+            return False
+        return dt > LARGEST_GAP * self.about["time_step"]
 
     def _moves(self, dt: float | None) -> int:
         """Number of moves for an elapsed time."""
         step = self.about.get("time_step")
         if dt is not None and dt < 0:
             raise DataError(f"{dt:.6g} s since the last step: time must not run backwards")
-        if dt is None or step is None:
+        if dt is not None and step is None:
+            raise DataError(
+                "this filter learned from recordings without times, so that each step is one "
+                "move: leave dt out"
+            )
+        if dt is None or step is None or self.about.get("time_as_control"):
             return 1
         moves = round(dt / step)
         if moves < 1 or abs(dt / step - moves) > 0.25:
@@ -349,55 +374,3 @@ def load_onnx(path: str | os.PathLike[str], *, threads: int = 1, seed: int = 0) 
         ValueError: it is no such program, or ONNX Runtime is not installed.
     """
     return OnnxFilter(path, threads=threads, seed=seed)
-
-
-def numbers_by_name(
-    values: Any, names: list[str], side: str, *, missing: bool = False
-) -> list[float]:
-    """Return the numbers of columns, from a mapping or an array; NaN where one is missing.
-
-    Args:
-        values: by name, or in the order of ``names``.
-        names: of the columns.
-        side: for messages.
-        missing: whether columns may be absent.
-
-    Raises:
-        KeyError: an unknown name. DataError: an absent name, or another number of values.
-    """
-    if hasattr(values, "to_dict"):
-        values = values.to_dict()
-    if isinstance(values, Mapping):
-        if unknown := [name for name in values if name not in names]:
-            hint = nearest(str(unknown[0]), names, "they are")
-            raise KeyError(f"{unknown[0]!r} is not among the {side}; {hint}")
-        absent = [name for name in names if name not in values]
-        if absent and not missing:
-            raise DataError(f"{side}: {', '.join(absent)} is missing; None stands for no reading")
-        values = [values.get(name) for name in names]
-    found = [math.nan if each is None else float(each) for each in np.ravel(values)]
-    if len(found) != len(names):
-        raise DataError(
-            f"{side} must be {len(names)} numbers ({', '.join(names)}), got {len(found)}"
-        )
-    return found
-
-
-def rotation_columns(m: Array, width: int) -> Any:
-    """Return the nearest rotation to 9 numbers: its 9 entries, or a quaternion w x y z, w >= 0."""
-    left, _, right = np.linalg.svd(m.reshape(3, 3))
-    left[:, 2] *= np.linalg.det(left @ right)
-    nearest_rotation = left @ right
-    if width == 9:
-        return nearest_rotation.ravel()
-    from scipy.spatial.transform import Rotation
-
-    q = np.roll(Rotation.from_matrix(nearest_rotation).as_quat(), 1)
-    return -q if q[0] < 0 else q
-
-
-def from_quaternion(q: list[float]) -> list[float]:
-    """Return the 9 entries of the matrix of a quaternion w x y z."""
-    from scipy.spatial.transform import Rotation
-
-    return Rotation.from_quat(np.roll(q, -1)).as_matrix().ravel().tolist()

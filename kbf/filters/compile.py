@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from kbf.filters.gating import GatedFilter
 from kbf.filters.protocols import Filter, allows_missing_sensors, control_components
 
+# (leaves of the state, observation) -> (leaves of the next state, estimate, rejected ``b``).
+CompiledStep = Callable[..., tuple[Tensor, ...]]
+
 # Loggers with messages of the compiler about itself.
 COMPILER_LOGGERS = ("torch._inductor.ir", "torch.utils.cpp_extension")
 
@@ -39,9 +42,7 @@ class Step(nn.Module):
         return (*state, self.filter.estimate(state), rejected)
 
 
-def compile_step(
-    filter: Filter[Any], obs: Shaped[Tensor, "b *x"]
-) -> Callable[..., tuple[Tensor, ...]]:
+def compile_step(filter: Filter[Any], obs: Shaped[Tensor, "b *x"]) -> CompiledStep:
     """The step of a deterministic filter, compiled for observations of one shape and type.
 
     On a CPU it becomes machine code without Python (PyTorch's AOTInductor; it needs a C++ compiler,
@@ -95,7 +96,7 @@ def compile_step(
     return fitting(inputs, lambda *given: tuple(loaded(*given)))
 
 
-def recorded(step: Step, inputs: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+def recorded(step: Step, inputs: tuple[Tensor, ...]) -> CompiledStep:
     """The compiled step, on a GPU as a CUDA graph, recorded before the first observation arrives.
 
     Raises:
@@ -124,9 +125,7 @@ def not_compiled(error: Exception) -> ValueError:
     return ValueError(f"the step of this filter cannot be compiled, run it as it is: {first}")
 
 
-def fitting(
-    inputs: tuple[Tensor, ...], run: Callable[..., tuple[Tensor, ...]]
-) -> Callable[..., tuple[Tensor, ...]]:
+def fitting(inputs: tuple[Tensor, ...], run: CompiledStep) -> CompiledStep:
     """``run`` with a check of shapes and a conversion of types.
 
     Compiled code checks neither, and would read beyond the ends of its inputs.

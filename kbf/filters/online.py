@@ -1,14 +1,13 @@
 """Online filtering: one observation in, one estimate out; saves and restores the running state."""
 
 import os
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Generator, Tensor, nn
 
-from kbf.filters.compile import compile_step
+from kbf.filters.compile import CompiledStep, compile_step
 from kbf.filters.gating import GatedFilter, GatedState, is_observed
 from kbf.filters.protocols import (
     Filter,
@@ -47,7 +46,7 @@ class RunningFilter(Shown):
         filter: Filter[Any],
         batch: int = 1,
         *,
-        compiled: Shaped[Tensor, "b *x"] | None = None,
+        compiled: Shaped[Tensor, "b *x"] | CompiledStep | None = None,
         generator: Generator | None = None,
     ) -> None:
         """Start from the prior.
@@ -56,13 +55,14 @@ class RunningFilter(Shown):
             filter: any filter; a module is set to eval mode.
             batch: number of tracks that are filtered at once.
             compiled: an observation ``b *x`` as an example of shape and type, for which the step is
-                compiled (`kbf.filters.compile.compile_step`); None does not compile.
+                compiled (`kbf.filters.compile.compile_step`); or the result of `compile_step`,
+                which several running filters can share; None does not compile.
             generator: source of random numbers, for filters that draw.
 
         Raises:
             ValueError: an example of another batch, or as `compile_step`.
         """
-        if compiled is not None and len(compiled) != batch:
+        if isinstance(compiled, Tensor) and len(compiled) != batch:
             raise ValueError(
                 f"the step is to be compiled for {len(compiled)} sequences, and to run {batch}"
             )
@@ -73,8 +73,8 @@ class RunningFilter(Shown):
         self.state: Any = filter.init(batch, generator=generator)
         self.rejected: int = 0
         self.rejections: Tensor | None = None
-        self.compiled: Callable[..., tuple[Tensor, ...]] | None = (
-            None if compiled is None else compile_step(filter, compiled)
+        self.compiled: CompiledStep | None = (
+            compile_step(filter, compiled) if isinstance(compiled, Tensor) else compiled
         )
 
     @torch.inference_mode()

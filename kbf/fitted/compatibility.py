@@ -5,6 +5,7 @@ readers (`kbf.data.files.read.trained_layout`). What remains is compared here, f
 every method that takes recordings: `differences` returns sentences with both numbers.
 """
 
+import importlib
 import itertools
 import math
 import warnings
@@ -152,6 +153,8 @@ class Comparison:
                 "update(reading, time=...) with its own time, and set max_delay"
             )
             warnings.warn(text, DataWarning, stacklevel=4)
+        if live:  # imported now: it would delay the step that compares by 0.2 s
+            importlib.import_module("scipy.special")
         self.trained: Trained = trained
         self.reference: Reference = reference_of(trained)
         self.timed: bool = not (trained.module.config.get("data") or {}).get("time_as_control")

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from kbf.data.files.layout import codes_by_column
+from kbf.filters.compile import CompiledStep
 from kbf.filters.gating import observe
 from kbf.filters.online import read_leaves
 from kbf.fitted.compatibility import Comparison
+from kbf.fitted.durations import Durations, seconds_of
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.joint_step import step_together
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
+from kbf.fitted.program import compiled_step
 from kbf.fitted.results import Source
 from kbf.fitted.runs import check_horizon, future_controls, moved, numbers_of
 from kbf.fitted.summary import Summary
 from kbf.recording import as_float
 from kbf.runtime.column_values import ColumnValues
 from kbf.runtime.errors import DataError, DataWarning
-
-# Share of the time step by which the time of a reading may be off the grid without an error.
-MAX_OFF_GRID = 0.25
 
 # Observations after which their ranges are compared with those of the training.
 STEPS_TO_COMPARE = 100
@@ -70,12 +70,16 @@ class Estimate(ColumnValues):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a step, in components; ``moves`` to it, and its time in seconds."""
+    """The inputs of a step, in components; ``moves`` to it, and its time in seconds.
+
+    At a ``gap`` the filter starts again from the prior.
+    """
 
     obs: Tensor | None
     control: Tensor | None
     moves: int
     time: float | None
+    gap: bool = False
 
 
 class Past(NamedTuple):
@@ -102,7 +106,7 @@ class OnlineFilter:
         *,
         state: str | os.PathLike[str] | None = None,
         max_delay: float = 0.0,
-        compile: bool = False,
+        compile: bool | CompiledStep = False,
         seed: int = 0,
     ) -> None:
         """Start from the prior, or from a saved state; arguments as of `FittedFilter.online`."""
@@ -110,13 +114,11 @@ class OnlineFilter:
         self._fitted = fitted
         self._device = trained.module.device
         self._dtype = trained.module.input_dtype
-        example = torch.zeros(
-            1, *(trained.module.observation or ()), dtype=self._dtype, device=self._device
-        )
+        self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._estimator = OnlineEstimator(
             trained,
             fitted.schema,
-            compiled=example if compile else None,
+            compiled=compiled_step(trained) if compile is True else compile or None,
             generator=torch.Generator(self._device).manual_seed(seed),
         )
         # `FittedFilter.filter` begins a recording like this: equal numbers where priors are drawn.
@@ -132,6 +134,7 @@ class OnlineFilter:
         self._comparison: Comparison | None = Comparison(trained, live=True)
         self._compared: list[tuple[Tensor | None, Tensor | None]] = []
         data = trained.module.config.get("data") or {}
+        self._durations = Durations(fitted.time_step, bool(data.get("time_as_control")))
         codes = data.get("missing") if data.get("column_schema") else None
         self._codes = codes_by_column(codes, fitted.schema.columns("observations"))
         if state is not None:
@@ -151,7 +154,8 @@ class OnlineFilter:
             obs: a mapping from columns to numbers (or sensors to several), None or NaN where they
                 are missing; an array ``q``, or an image; None where nothing was observed.
             control: of the move, a mapping or an array ``k``.
-            dt: seconds since the step before; the filter moves round(dt / time_step) times.
+            dt: seconds since the step before; the filter moves round(dt / time_step) times, or
+                once where the duration is a control (``time_as_control``).
             time: of this step, seconds or a datetime, in place of ``dt``. An earlier time than
                 the last one is a late reading, as of `update`.
 
@@ -167,9 +171,20 @@ class OnlineFilter:
         self, obs: Any, *, control: Any = None, dt: float | None = None, time: float | None = None
     ) -> Inputs:
         """Return the inputs of a step after the last one; arguments and errors as of `step`."""
-        moves, x, u = self._moves(dt, time), self._observation(obs), self._control(control)
-        self._compare(x, u)
-        return Inputs(x, u, moves, self._clock(dt, time))
+        elapsed = self._durations.elapsed(dt, time, self.time)
+        x, u = self._observation(obs), self._control(control)
+        found = self._timed(Inputs(x, u, 1, self._clock(dt, time)), elapsed)
+        self._compare(x, found.control)
+        return found
+
+    def _timed(self, inputs: Inputs, elapsed: float | None) -> Inputs:
+        """The inputs of a step that is some seconds after the last one."""
+        times, named = self._durations, len(self._fitted.schema.controls)
+        return inputs._replace(
+            control=times.with_duration(inputs.control, named, elapsed, self._like),
+            moves=times.moves(elapsed),
+            gap=times.is_gap(elapsed),
+        )
 
     def take(self, inputs: Inputs) -> Estimate:
         """Take a step."""
@@ -180,7 +195,8 @@ class OnlineFilter:
     def joins(self, inputs: Inputs) -> bool:
         """Return whether `take_together` can take a step: one move with an observation."""
         compiled = self._estimator.live.compiled is not None
-        return inputs.obs is not None and inputs.moves == 1 and not compiled
+        one = inputs.obs is not None and inputs.moves == 1 and not inputs.gap
+        return one and not compiled
 
     def predict(self, dt: float | None = None, *, control: Any = None) -> Estimate:
         """Move to the next step, without an observation; arguments as of `step`."""
@@ -281,7 +297,9 @@ class OnlineFilter:
     def _advance(self, inputs: Inputs) -> Estimate:
         """Move a number of times and take in the observation."""
         estimator, before, rejected = self._estimator, self._snapshot(), self.rejections
-        obs, control, moves, _ = inputs
+        obs, control, moves, _, gap = inputs
+        if gap:
+            estimator.restart()
         if moves:
             rows = [*[StepInputs(None, control)] * (moves - 1), StepInputs(obs, control)]
             states, alarms = estimator.advance(rows)
@@ -311,10 +329,10 @@ class OnlineFilter:
         while len(self._past) > first:
             self._past.pop()
         self._restore(again[0].before)
-        moves = self._moves(None, now)
-        self._advance(Inputs(obs, again[0].inputs.control if moves else None, moves, now))
-        for _, each in again:
-            self._advance(each._replace(moves=self._moves(None, each.time)))
+        first_input = Inputs(obs, again[0].inputs.control, 0, now)
+        for each in (first_input, *(past.inputs for past in again)):
+            elapsed = self._durations.elapsed(None, each.time, self.time)
+            self._advance(self._timed(each, elapsed))
 
     def _clock(self, dt: float | None, now: float | None) -> float | None:
         """The time after a step."""
@@ -322,23 +340,6 @@ class OnlineFilter:
             return now
         step = dt if dt is not None else self._fitted.time_step
         return None if self.time is None or step is None else self.time + step
-
-    def _moves(self, dt: float | None, now: float | None) -> int:
-        """Number of moves for an elapsed time that is a multiple of the time step; 1 if unknown."""
-        step = self._fitted.time_step
-        if now is not None:
-            dt = None if self.time is None else now - self.time
-        if dt is not None and dt < 0:
-            raise DataError(f"{dt:.6g} s since the last step: time must not run backwards")
-        if dt is None or step is None:
-            return 1
-        moves = round(dt / step)
-        if abs(dt / step - moves) > MAX_OFF_GRID:
-            raise DataError(
-                f"{dt:.6g} s since the last step are no multiple of the time step of the training, "
-                f"{step:.6g} s"
-            )
-        return moves
 
     def _observation(self, obs: Any) -> Tensor | None:
         """An observation ``1 *x`` in the components that the filter takes."""
@@ -397,16 +398,6 @@ def take_together(filters: Sequence[OnlineFilter], inputs: Sequence[Inputs]) -> 
         each._conclude(Estimate(found, each.rejections > rejected[k], k), inputs[k], before[k])
         for k, each in enumerate(filters)
     ]
-
-
-def seconds_of(time: Any) -> float:
-    """Return a time in seconds; dates since 1970, in UTC where they have no time zone."""
-    if isinstance(time, int | float | np.integer | np.floating):
-        return float(time)
-    import pandas as pd
-
-    stamp: Any = pd.Timestamp(time)
-    return (stamp.tz_localize("UTC") if stamp.tzinfo is None else stamp).timestamp()
 
 
 def fingerprint(fitted: Summary) -> Tensor:

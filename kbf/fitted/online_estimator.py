@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.evaluation.alarms import WINDOW, Monitor, running_median
 from kbf.evaluation.calibration import Calibration, calibrated_covariance
+from kbf.filters.compile import CompiledStep
 from kbf.filters.gating import GatedState
 from kbf.filters.online import RunningFilter
 from kbf.filters.parallel_rollout import (
@@ -78,7 +79,7 @@ class OnlineEstimator:
         *,
         covariance: str = "std",
         alarms: bool = True,
-        compiled: Tensor | None = None,
+        compiled: Tensor | CompiledStep | None = None,
         generator: Generator | None = None,
     ) -> None:
         """Initialise the filter at the prior.

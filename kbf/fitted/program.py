@@ -1,4 +1,4 @@
-"""Exports one step of a trained filter as a program, and compares both before it is written."""
+"""One step of a trained filter as a program for other machines, or compiled for this one."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kbf.data.files.layout import codes_by_column
 from kbf.export.step import Exported, export
+from kbf.filters.compile import CompiledStep, compile_step
 from kbf.fitted.checkpoint import Trained
 from kbf.rkhs.linalg import evenly
 
@@ -43,6 +44,8 @@ def export_step(
     module, schema = trained.module, trained.module.column_schema()
     states = undone(trained, "z", torch.cat([s.states for s in module.memory.sequences()]))
     obs, controls = examples(trained, steps)
+    about = for_users(trained)
+    duration = ["seconds of the move"] if about["time_as_control"] else []
     return export(
         trained.filter,
         target,
@@ -57,9 +60,9 @@ def export_step(
             "format": chosen,
             "states": schema.components("states"),
             "observations": schema.components("observations"),
-            "controls": list(schema.controls),
+            "controls": [*schema.controls, *duration],
             "column_schema": schema.to_dict(),
-            **for_users(trained),
+            **about,
         },
     )
 
@@ -67,8 +70,9 @@ def export_step(
 def for_users(trained: Trained) -> dict[str, Any]:
     """Return what `kbf.load_onnx` requires for the columns of a program.
 
-    The time step, bounds, latencies, codes of missing values and, for intervals, the held-out
-    errors of columns in standard deviations with their ranks (`Calibration.column_quantile`).
+    The time step, whether durations are controls, bounds, latencies, codes of missing values and,
+    for intervals, the held-out errors of columns in standard deviations with their ranks
+    (`Calibration.column_quantile`).
     """
     data = trained.module.config.get("data") or {}
     names, known = trained.module.column_schema().columns("observations"), trained.calibration
@@ -80,11 +84,28 @@ def for_users(trained: Trained) -> dict[str, Any]:
         intervals = {"steps": steps, "ranks": ranks.tolist(), "scores": scores}
     return {
         "time_step": data.get("time_step"),
+        "time_as_control": bool(data.get("time_as_control")),
         "bounds": data.get("bounds"),
         "latency": data.get("latency"),
         "missing": codes_by_column(data.get("missing"), names) if names else None,
         "intervals": intervals,
     }
+
+
+def compiled_step(trained: Trained) -> CompiledStep:
+    """Return the compiled step of a filter, which its running filters can share.
+
+    Raises:
+        ValueError: as `compile_step`.
+    """
+    return compile_step(trained.filter, zero_observation(trained))
+
+
+def zero_observation(trained: Trained) -> Tensor:
+    """Return an observation ``1 *x`` of zeros, of the shape, type and device of a filter."""
+    module = trained.module
+    shape = (1, *(module.observation or ()))
+    return torch.zeros(shape, dtype=module.input_dtype, device=module.device)
 
 
 def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:

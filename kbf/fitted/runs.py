@@ -110,6 +110,9 @@ def moved_from(
 def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | None:
     """Return the controls of a forecast ``1 h k``; None for a filter without controls.
 
+    Where the durations of moves are controls, they may be left out: the forecast is then one of
+    moves that take the time step.
+
     Raises:
         DataError: controls that are missing, not wanted, or of another shape.
     """
@@ -121,9 +124,14 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
     if isinstance(controls, list) and all(isinstance(each, Mapping) for each in controls):
         rows = [numbers_of(each, names, "controls", missing=False) for each in controls]
         controls = np.stack(rows) if rows else None
+    data = trained.module.config.get("data") or {}
+    if controls is None and data.get("time_as_control") and not names:
+        controls = np.zeros((horizon, 0))
     values = np.zeros((0, width)) if controls is None else np.asarray(controls, dtype="float64")
     if values.ndim == 1:
         values = values[:, None]
+    if data.get("time_as_control") and values.shape == (horizon, width - 1):
+        values = np.column_stack([values, np.full(horizon, data["time_step"])])
     if values.shape != (horizon, width):
         got = "none" if controls is None else str(values.shape)
         raise DataError(

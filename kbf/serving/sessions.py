@@ -19,8 +19,11 @@ import numpy as np
 
 from kbf.evaluation.calibration import calibrated_covariance
 from kbf.fitted.compatibility import MIN_ROWS, Comparison
+from kbf.fitted.durations import seconds_of
 from kbf.fitted.fitted_filter import FittedFilter
-from kbf.fitted.online import Estimate, Inputs, OnlineFilter, seconds_of
+from kbf.fitted.online import Estimate, Inputs, OnlineFilter
+from kbf.fitted.program import compiled_step
+from kbf.runtime.errors import nearest
 from kbf.serving.values import Refused, check_numbers, finite, image_of, one_line, png_of
 
 # Level of the intervals in responses and on the page.
@@ -280,10 +283,17 @@ class Sessions:
             fitted: the filter.
             limit: number of sessions at a time.
             expiry: seconds without a step after which a session is deleted.
-            settings: of `FittedFilter.online`.
+            settings: of `FittedFilter.online`. With ``compile`` the step is compiled here, and
+                all sessions share it.
+
+        Raises:
+            ValueError: a step that cannot be compiled.
         """
         self.fitted: FittedFilter = fitted
-        self.limit, self.expiry, self.settings = limit, expiry, settings
+        self.limit, self.expiry = limit, expiry
+        self.settings: dict[str, Any] = dict(settings)
+        if settings.get("compile"):
+            self.settings["compile"] = compiled_step(fitted.trained)
         self.created: int = 0
         self.expired: int = 0
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -327,7 +337,7 @@ class Sessions:
                 path = Path(folder) / "state"
                 path.write_bytes(state)
             try:
-                online = self.fitted.online(state=path, seed=seed, **self.settings)
+                online = OnlineFilter(self.fitted, state=path, seed=seed, **self.settings)
             except ValueError as error:
                 raise Refused(422, one_line(error).replace(str(path), "it")) from error
         session = Session(uuid.uuid4().hex, online, self.fitted)
@@ -338,11 +348,12 @@ class Sessions:
     def differences(self, asked: dict[str, Any]) -> list[str]:
         """Return what differs between a client's data and the training, one sentence each."""
         found, data = [], self.fitted.config.get("data") or {}
-        names = self.fitted.columns["observations"]
+        names, sensors = self.fitted.columns["observations"], dict(self.fitted.schema.sensors)
         given = asked.get("observations")
         if given is not None:
             if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
                 return ["observations must be a list of names"]
+            given = [column for name in given for column in sensors.get(name, (name,))]
             if odd := [name for name in given if name not in names]:
                 found.append(f"{odd[0]!r} is not among the sensors, {', '.join(names)}")
             if absent := [name for name in names if name not in given]:
@@ -351,8 +362,11 @@ class Sessions:
         if units is not None and not isinstance(units, dict):
             return ["units must be a mapping from columns to units"]
         known = data.get("units") or {}
+        columns = [name for side in self.fitted.columns.values() for name in side]
         for name, unit in (units or {}).items():
-            if name in known and known[name] != unit:
+            if name not in columns:
+                found.append(f"units: {nearest(name, columns, 'the columns are')}")
+            elif name in known and known[name] != unit:
                 found.append(f"{name} is in {known[name]} in the training, not in {unit}")
         step = asked.get("time_step")
         if step is not None:

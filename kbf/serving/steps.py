@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from kbf.filters.parallel_rollout import draws
+from kbf.filters.protocols import control_components
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.online import take_together
+from kbf.fitted.program import zero_observation
 from kbf.serving.sessions import Asked, Session
 from kbf.serving.values import Refused, one_line
 
@@ -32,10 +32,9 @@ class Steps:
 
     def __init__(self, fitted: FittedFilter) -> None:
         """Steps of a filter that draws random numbers are taken one by one."""
-        module = fitted.trained.module
-        obs = torch.zeros(1, *(module.observation or ()), dtype=module.input_dtype)
+        trained = fitted.trained
         self.joined: bool = not draws(
-            fitted.trained.filter, obs.to(module.device), len(fitted.schema.controls)
+            trained.filter, zero_observation(trained), control_components(trained.filter)
         )
         self.waiting: list[Waiting] = []
 

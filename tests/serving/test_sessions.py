@@ -117,6 +117,7 @@ def test_the_limit_and_the_expiry_of_sessions(fitted, monkeypatch):
         ({"observations": ["x_0"]}, "x_1 are missing"),
         ({"seed": -1}, "seed must be"),
         ({"seed": True}, "seed must be"),
+        ({"units": {"x_3": "m"}}, "units: did you mean"),
         ({"units": "mm"}, "units must be a mapping"),
         ({"time_step": -1}, "positive number"),
         ({"other": 1}, "there is no 'other'"),
@@ -193,3 +194,23 @@ def test_images_are_png_or_nested_lists():
     ):
         with pytest.raises(Refused, match=message):
             image_of(bad, (1, 3, 4))
+
+
+def test_sessions_share_one_compiled_step(fitted, monkeypatch):
+    made = []
+    step = module.compiled_step(fitted.trained)
+
+    def counted(trained):
+        made.append(trained)
+        return step
+
+    monkeypatch.setattr(module, "compiled_step", counted)
+    sessions = Sessions(fitted, limit=3, expiry=100, settings={"compile": True})
+    one, two, plain = sessions.create(), sessions.create(), fitted.online()
+    assert one.online._estimator.live.compiled is two.online._estimator.live.compiled is step
+    assert len(made) == 1
+    for obs in ({"x_0": 0.3, "x_1": 0.4}, {"x_0": 0.1, "x_1": -0.2}):
+        wanted = list(plain.step(obs).values())
+        two.step({"obs": {"x_0": -0.5, "x_1": 0.1}})
+        found = one.step({"obs": obs})["estimates"]
+        np.testing.assert_allclose([each["value"] for each in found.values()], wanted, rtol=1e-4)
