@@ -151,7 +151,7 @@ live = kbf.load("arm.ckpt").online(state="state.pt")
 for now, row in rows[22:]:
     estimate = live.step(row, time=now)
 print(estimate)
-assert abs(estimate["reach_mm"] - est.mean[-1, 0]) < 1e-6
+assert abs(estimate["reach_mm"] - est.mean[-1, 0]) < 1e-4 * est.std[-1, 0]  # up to rounding
 
 # %% [markdown]
 # The estimates at the end equal those of `filter`.
