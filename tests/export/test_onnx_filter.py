@@ -1,7 +1,9 @@
 """`kbf.load_onnx`: a program in the columns of the filter that it was exported from."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -187,3 +189,19 @@ def test_rotations_are_decoded_as_the_schema_does():
         np.testing.assert_allclose(found, near.numpy().ravel(), atol=1e-6)
         found = onnx_filter.rotation_columns(noisy.numpy().ravel(), 4)
         np.testing.assert_allclose(found, to_quaternion(near).numpy()[0], atol=1e-6)
+
+
+def test_the_loop_without_kbf_of_the_guide(tmp_path, monkeypatch):
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(import json\n.*?)```", guide, re.DOTALL)
+    assert "kbf" not in code
+    monkeypatch.chdir(tmp_path)
+    fitted = kbf.load("example:rotation")
+    fitted.export("step.onnx")
+    observations, found = [[0.3, 0.4], [0.1, -0.2], [0.0, 0.5]], []
+    exec(code, {"observations": observations, "print": lambda *each: found.append(each)})
+    online = fitted.online()
+    for (mean, covariance), x in zip(found, observations, strict=True):
+        wanted = online.step(x)
+        np.testing.assert_allclose(mean, list(wanted.values()), rtol=1e-4)
+        assert covariance.shape == (2, 2)
