@@ -38,7 +38,7 @@ class KernelPart(NamedTuple):
 
     Attributes:
         kernel: with its settings ``m 1 1``.
-        inputs: ``m p``. low, high: ``m 1 p``, the boxes of the landmarks.
+        inputs: ``m p``. low, high: ``m 1 p``, the boxes of the maps.
         landmarks: ``m r p``. coefficients: ``m r k``.
         places: ``mk q``, 1 where a value belongs to an output.
     """

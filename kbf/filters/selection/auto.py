@@ -12,14 +12,14 @@ are compared in the order of their cost, so that a budget leaves out the slowest
    steps; it assumes no form of the conditional densities.
 5. `SLOW`: boosted trees on a window and networks, each from `MIN_STEPS_FOR_SLOW` steps on.
 
-The main model is kept unless a candidate is better by `MIN_STD_ERRORS` standard errors over blocks.
-Otherwise the kernel Monte Carlo filter is selected unless another is better by one, since blocks
-are few and a filter provides covariances. With controls the two change places: a fixed memory is
-re-weighted for every control, which is slow, and resolves the next state only to the spacing of its
-points, whereas particles move with the belief. The selected model is then compared with the
-stacking ensemble of the best ones (`kbf.filters.selection.stacking`), scored on blocks that its
-weights are not fitted to; it is selected if its error is below (1 - `MIN_GAIN_OF_STACK`)
-times that of the selected model, by one standard error.
+The candidate with the least error is selected. The leading model is kept unless this candidate is
+better by `MIN_STD_ERRORS` standard errors over blocks. It is the main model; with controls the
+kernel Monte Carlo filter: a fixed memory is re-weighted for every control, which is slow, and
+resolves the next state only to the spacing of its points, whereas particles move with the belief.
+The selected model is then compared with the stacking ensemble of the best ones
+(`kbf.filters.selection.stacking`), scored on blocks that its weights are not fitted to; it is
+selected if its error is below (1 - `MIN_GAIN_OF_STACK`) times that of the selected model, by one
+standard error.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -333,15 +333,11 @@ class ModelSelection(nn.Module):
             leading: the model that is kept unless another is better by `MIN_STD_ERRORS`.
         """
         names, found, scale = list(self.models), search.found, search.scale
-        best = least = min(found, key=lambda name: float(found[name].scores.mean()))
-        for name, errors in (
-            (self.main_name if leading == MOVING else MOVING, 1.0),
-            (leading, MIN_STD_ERRORS),
+        best = min(found, key=lambda name: float(found[name].scores.mean()))
+        if leading in found and not significantly_better(
+            found[leading].scores - found[best].scores, MIN_STD_ERRORS
         ):
-            if name in found and not significantly_better(
-                found[name].scores - found[least].scores, errors
-            ):
-                best = name
+            best = leading
         weights = {best: torch.ones_like(scale)}
         if min(len(found), len(search.parts)) > 1 and "smooth" not in self.require:
             members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]

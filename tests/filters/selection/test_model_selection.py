@@ -419,24 +419,6 @@ def test_the_published_filter_is_taken_where_it_is_better(monkeypatch):
     assert errors[0] < 0.95 * errors[1]
 
 
-@pytest.mark.parametrize(
-    ("apart", "taken"), [(0.05, "kernel_monte_carlo"), (0.5, "window_boosting")]
-)
-def test_of_those_that_are_alike_the_filter_is_taken(apart, taken, monkeypatch):
-    """The main model is surely worse; trees are ahead of the filter by less, or more, than a
-    standard error.
-    """
-    noise = torch.randn(8, generator=generator(), dtype=F64)
-    scores = {
-        "main": 3 + 0.1 * noise,
-        "kernel_monte_carlo": 1 + apart + 0.3 * noise,
-        "window_boosting": 1 + 0.3 * noise.flip(0),
-    }
-    model, search = searched(scores, monkeypatch)
-    model.select(search, "main")
-    assert model.used() == [taken]
-
-
 def searched(scores, monkeypatch):
     """A net and what its search has found: NMSE of each stretch, by model."""
     monkeypatch.setattr(
