@@ -327,8 +327,10 @@ class OnnxFilter:
             needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
             raise DataError(f"this filter {needs}")
         numbers = numbers_by_name(control, names, "controls")
-        if any(map(math.isnan, numbers)):
-            raise DataError("a control is missing")
+        codes = self.about.get("missing_controls") or [[] for _ in names]
+        for name, number, marks in zip(names, numbers, codes, strict=True):
+            if not math.isfinite(number) or number in marks:
+                raise DataError(f"the control {name} is missing; a filter requires all controls")
         return np.array([numbers + taken], self._inputs["control"]["dtype"])
 
     def _is_gap(self, dt: float | None) -> bool:

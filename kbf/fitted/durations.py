@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,5 +98,7 @@ def seconds_of(time: Any) -> float:
         return float(time)
     import pandas as pd
 
+    if isinstance(time, timedelta | np.timedelta64):
+        return pd.Timedelta(time).total_seconds()
     stamp: Any = pd.Timestamp(time)
     return (stamp.tz_localize("UTC") if stamp.tzinfo is None else stamp).timestamp()

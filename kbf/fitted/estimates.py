@@ -28,7 +28,7 @@ class Estimates(Shown):
     """Estimates of the states of recordings, with standard deviations, intervals and alarms.
 
     Attributes:
-        columns: names of the state columns. mean: ``T c``, their estimates.
+        columns: names of the state columns. mean: ``T c``, their estimates. bounds: by column.
         std: ``T c``, recalibrated standard deviations; of the columns of a rotation that of its
             angle. Of a filter without covariances, such as ``lstm``, they are those of its held-out
             errors, the same in all rows; None where it has no calibration.
@@ -64,6 +64,7 @@ class Estimates(Shown):
         self.result: Result = result
         self._schema, self._calibration = schema, calibration
         self._source, self._likelihood, self._paths = source, likelihood, paths
+        self.bounds: dict[str, tuple[float | None, float | None]] = source.bounds
         self.columns: list[str] = schema.columns("states")
         decoded = schema.decode(result.means, result.covariances)
         self.mean: Array = self._clip(stacked(decoded, self.columns))
@@ -119,14 +120,22 @@ class Estimates(Shown):
         """Return lower and upper ends ``T c`` of intervals that contain a state with this level.
 
         Each column has its own interval, m -+ f s with its standard deviation s and a factor f
-        from the held-out errors of this column (`Calibration.column_quantile`). Intervals of
-        angles are not wrapped; those of the columns of a rotation are NaN.
+        from its held-out errors (`Calibration.column_quantile`). Intervals of angles are not
+        wrapped; those of the columns of a rotation are NaN.
 
         Raises:
             ValueError: a level that is not between 0 and 1, or a filter without covariances.
         """
-        half = self._factors(level) * self._spread()
+        half = self.half_width(level)
         return self._clip(self.mean - half), self._clip(self.mean + half)
+
+    def half_width(self, level: float = 0.95) -> Array:
+        """Return half the widths ``T c`` of intervals, before they are clipped to bounds.
+
+        Raises:
+            ValueError: as `interval`.
+        """
+        return self._factors(level) * self._spread()
 
     def quantile(self, q: float) -> Array:
         """Return the q-th quantile of each column, ``T c``; quantiles are symmetric in the mean.

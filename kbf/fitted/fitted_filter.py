@@ -24,7 +24,7 @@ from kbf.fitted.checkpoint import load_filter, save_checkpoint
 from kbf.fitted.compatibility import piece_differences, seen_in_training
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.held_out_calibration import learn_smoothed
-from kbf.fitted.inputs import Inputs, inputs_of, read_for, recording_of
+from kbf.fitted.inputs import Inputs, following, inputs_of, read_for, recording_of
 from kbf.fitted.online import OnlineFilter
 from kbf.fitted.online_estimator import OnlineEstimator
 from kbf.fitted.results import Result, Source, continued, in_order, joined, row_order
@@ -78,6 +78,7 @@ class FittedFilter(Summary):
             controls: ``T k``; mask: ``T`` bool, False where nothing was observed. Both go with
                 ``observations``.
             state: `Estimates.state` of the rows before, to continue; None starts from the prior.
+                A gap in time between them starts from the prior, as in one recording.
             seed: of filters that draw random numbers. `online` with the same seed returns the
                 numbers of the first recording, unless a diverged track is re-initialised, where
                 the rows of a batch are drawn again.
@@ -85,21 +86,24 @@ class FittedFilter(Summary):
         Raises:
             DataError: data that does not fit the columns of the training.
         """
-        pieces, rows, source = self._inputs(
+        pieces, rows, source, end = self._inputs(
             data, observations=observations, controls=controls, mask=mask
         )
         generator = torch.Generator(self._device).manual_seed(seed)
         estimator = OnlineEstimator(self.trained, self.schema, generator=generator)
         results = []
         if state is not None:
-            estimator.live.state, estimator.live.rejections, estimator.recent = state
-            results.append(step_through(estimator, self.trained, pieces[0]))
+            *leaves, before = state
+            pieces[0], moves = following(pieces[0], before, self._data)
+            if moves:
+                estimator.live.state, estimator.live.rejections, estimator.recent = leaves
+            results.append(step_through(estimator, self.trained, pieces[0], moves - 1))
         results += step_through_all(estimator, self.trained, pieces[len(results) :])
         live = estimator.live
         return self.estimates(
             in_order(results, rows),
             source,
-            state=(live.state, live.rejections, estimator.recent),
+            state=(live.state, live.rejections, estimator.recent, end),
             likelihood=lambda: log_likelihoods(self.trained, pieces, rows, seed),
         )
 
@@ -128,7 +132,7 @@ class FittedFilter(Summary):
         """
         if not self.capabilities["smooth"]:
             raise ValueError(self._cannot("smooth"))
-        pieces, rows, source = self._inputs(
+        pieces, rows, source, _ = self._inputs(
             data, observations=observations, controls=controls, mask=mask
         )
         if lag not in self._smoothers:
@@ -179,7 +183,7 @@ class FittedFilter(Summary):
         """
         check_horizon(horizon)
         future = future_controls(self.trained, controls, horizon)
-        pieces, _, source = self._inputs(data)
+        pieces, _, source, _ = self._inputs(data)
         last = {recording_of(piece): piece for piece in pieces}
         generator = torch.Generator(self._device).manual_seed(seed)
         results, names, times = [], [], []
@@ -219,7 +223,7 @@ class FittedFilter(Summary):
             raise ValueError(f"stride must be at least 1, got {stride}")
         import pandas as pd
 
-        pieces, rows, _ = self._inputs(data)
+        pieces, rows, _, _ = self._inputs(data)
         generator = torch.Generator(self._device).manual_seed(seed)
         results, names, origins = [], [], []
         for piece, where in zip(pieces, rows, strict=True):
@@ -270,7 +274,7 @@ class FittedFilter(Summary):
         import pandas as pd
 
         given, data = data, read_for(self._data, data, states=True)  # once, for all methods below
-        pieces, rows, _ = inputs_of(self._data, data)
+        pieces, rows, _, _ = inputs_of(self._data, data)
         if given is not data:
             warn_of(piece_differences(self.trained, pieces))
         warn_of(seen_in_training(self.trained, list(map(as_recording, pieces))), depth=3)
@@ -309,7 +313,7 @@ class FittedFilter(Summary):
 
         if not self.capabilities["append"]:
             raise ValueError(self._cannot("append"))
-        pieces, _, _ = inputs_of(self._data, data, states=True)
+        pieces, _, _, _ = inputs_of(self._data, data, states=True)
         new = known_parts(list(map(as_recording, pieces)))
         warn_of(seen_in_training(self.trained, new), depth=3)
         made = append(copy.deepcopy(self).trained, new, budget=budget, refit=refit, seed=seed)

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.in_memory import contents_of, is_frame, named_arrays, numbers_of
 from kbf.data.files.layout import Contents, Layout, Observations, layout_of
 from kbf.data.files.read import observations_of, trained_layout
+from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 from kbf.fitted.python_words import in_python
 from kbf.fitted.results import Source
 from kbf.runtime.errors import DataError, DataWarning
@@ -23,6 +25,17 @@ NO_ROW = -1
 PIECE = re.compile(r"\[\d+:\d+\]$")
 
 
+class End(NamedTuple):
+    """What the rows after a recording require of its last row.
+
+    Attributes:
+        time: in seconds, or None. controls: ``k``, as they were logged, or None.
+    """
+
+    time: float | None
+    controls: Tensor | None
+
+
 class Inputs(NamedTuple):
     """Recordings, cut at gaps in time, and where their rows come from.
 
@@ -30,11 +43,13 @@ class Inputs(NamedTuple):
         pieces: in the components that filters use.
         rows: of each piece, the rows of the input; `NO_ROW` for inserted steps.
         source: of all rows, in the order of the input.
+        end: of the last recording.
     """
 
     pieces: list[Observations]
     rows: list[Tensor]
     source: Source
+    end: End
 
 
 def inputs_of(
@@ -82,7 +97,39 @@ def inputs_of(
         if piece.times is not None:
             times[where.numpy()] = piece.times[keep].numpy()
     source = Source(names, times if np.isfinite(times).any() else None, index)
-    return Inputs(pieces, rows, source)
+    last, schema = contents.recordings[-1], ColumnSchema.from_dict(settings["column_schema"])
+    acted = None
+    if last.controls is not None:
+        order = [contents.controls.index(name) for name in schema.controls]
+        acted = last.controls[-1, order]
+    return Inputs(
+        pieces, rows, source, End(None if last.times is None else float(last.times[-1]), acted)
+    )
+
+
+def following(piece: Observations, end: End, settings: dict[str, Any]) -> tuple[Observations, int]:
+    """Return a recording that follows on rows with this end, and the number of its first moves.
+
+    Its first move has the control of the last row before, if controls act from their rows, and the
+    duration since that row, if that is a control. There are 0 moves after a gap, at which the
+    filter starts from the prior. Times that begin anew are those of the next time step.
+    """
+    step, timed = settings.get("time_step"), bool(settings.get("time_as_control"))
+    u = None if piece.controls is None else piece.controls.clone()
+    if u is not None and end.controls is not None and settings.get("control_timing") == "from":
+        u[0, : len(end.controls)] = end.controls
+    moves = 1
+    if step is not None and end.time is not None and piece.times is not None:
+        elapsed = float(piece.times[0]) - end.time
+        if elapsed <= 0:  # another clock
+            return piece._replace(controls=u), moves
+        if elapsed > LARGEST_GAP * step:
+            moves = 0
+        elif timed and u is not None:
+            u[0, -1] = elapsed
+        elif elapsed > 1.5 * step:
+            moves = moves_in(elapsed, step)
+    return piece._replace(controls=u), moves
 
 
 def read_for(settings: dict[str, Any], data: Any, *, states: bool = False) -> Contents:
@@ -114,7 +161,8 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
     schema = ColumnSchema.from_dict(settings["column_schema"])
     layout = trained_layout(layout_of(settings), schema)
     if isinstance(data, dict) and not all(map(is_frame, data.values())):
-        return Layout(size=layout.size, missing=layout.missing)  # named arrays have the usual names
+        codes = codes_of_arrays(layout.missing, schema)
+        return Layout(size=layout.size, missing=codes)  # named arrays have the usual names
     if states:
         layout = layout._replace(states=schema.columns("states"))
     if is_frame(data) and layout.recording:
@@ -122,6 +170,23 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
         if layout.recording not in [*map(str, getattr(data, "columns", ())), *levels]:
             layout = layout._replace(recording=None)
     return layout
+
+
+def codes_of_arrays(missing: Any, schema: ColumnSchema) -> Any:
+    """Return codes of missing values by the columns of named arrays, x1, x2, ..., z1, ..., u1."""
+    if not isinstance(missing, Mapping):
+        return missing
+    names = (
+        ("x", schema.columns("observations")),
+        ("z", schema.columns("states")),
+        ("u", list(schema.controls)),
+    )
+    return {
+        f"{letter}{k + 1}": missing[name]
+        for letter, columns in names
+        for k, name in enumerate(columns)
+        if name in missing
+    }
 
 
 def warn_of_partly_missing(contents: Contents, settings: dict[str, Any]) -> None:

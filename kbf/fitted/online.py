@@ -26,7 +26,7 @@ from kbf.fitted.joint_step import step_together
 from kbf.fitted.online_estimator import OnlineEstimator, StepInputs, result_of
 from kbf.fitted.program import compiled_step
 from kbf.fitted.results import Source
-from kbf.fitted.runs import check_horizon, future_controls, moved, numbers_of
+from kbf.fitted.runs import check_controls, check_horizon, future_controls, moved, numbers_of
 from kbf.fitted.summary import Summary
 from kbf.recording import as_float
 from kbf.runtime.column_values import ColumnValues
@@ -135,8 +135,8 @@ class OnlineFilter:
         self._compared: list[tuple[Tensor | None, Tensor | None]] = []
         data = trained.module.config.get("data") or {}
         self._durations = Durations(fitted.time_step, bool(data.get("time_as_control")))
-        codes = data.get("missing") if data.get("column_schema") else None
-        self._codes = codes_by_column(codes, fitted.schema.columns("observations"))
+        self._missing = data.get("missing") if data.get("column_schema") else None
+        self._codes = codes_by_column(self._missing, fitted.schema.columns("observations"))
         if state is not None:
             self._load(state)
 
@@ -326,6 +326,8 @@ class OnlineFilter:
         later = [k for k, each in enumerate(self._past) if (each.inputs.time or 0.0) > now]
         first = later[0] if later else len(self._past)
         again = list(self._past)[first:]
+        before = again[0].before[-1]  # the time of this snapshot
+        self._durations.moves(self._durations.elapsed(None, now, before))  # or an error, before
         while len(self._past) > first:
             self._past.pop()
         self._restore(again[0].before)
@@ -377,6 +379,7 @@ class OnlineFilter:
             needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
             raise DataError(f"this filter {needs}")
         values = numbers_of(control, names, "controls", missing=False)
+        check_controls(values, names, self._missing)
         return torch.from_numpy(values[None]).to(self._device, self._dtype)
 
 

@@ -75,7 +75,8 @@ def for_users(trained: Trained) -> dict[str, Any]:
     (`Calibration.column_quantile`).
     """
     data = trained.module.config.get("data") or {}
-    names, known = trained.module.column_schema().columns("observations"), trained.calibration
+    schema, known = trained.module.column_schema(), trained.calibration
+    names, acted = schema.columns("observations"), list(schema.controls)
     intervals = None
     if known is not None and known.column_scores is not None:
         steps = int(known.steps)
@@ -88,6 +89,7 @@ def for_users(trained: Trained) -> dict[str, Any]:
         "bounds": data.get("bounds"),
         "latency": data.get("latency"),
         "missing": codes_by_column(data.get("missing"), names) if names else None,
+        "missing_controls": codes_by_column(data.get("missing"), acted) if acted else None,
         "intervals": intervals,
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from kbf.data.files.layout import Observations
+from kbf.data.files.layout import Observations, codes_by_column
 from kbf.evaluation.calibration import Calibration
 from kbf.filters.gating import GatedFilter, GatedState
 from kbf.filters.parallel_rollout import draws
@@ -138,7 +138,17 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
             f"controls must be {(horizon, width)}, one row for each step that is forecast; "
             f"got {got}"
         )
+    check_controls(values, names, data.get("missing") if data.get("column_schema") else None)
     return torch.from_numpy(values)[None].to(trained.module.device, trained.module.input_dtype)
+
+
+def check_controls(values: np.ndarray, names: list[str], missing: Any) -> None:
+    """Raise a DataError for controls ``... k`` that are missing: NaN, or a code of ``missing``."""
+    for name, column, codes in zip(
+        names, np.atleast_2d(values).T, codes_by_column(missing, names), strict=False
+    ):
+        if bool((~np.isfinite(column) | np.isin(column, codes)).any()):
+            raise DataError(f"the control {name} is missing; a filter requires all controls")
 
 
 def step_through_all(
@@ -240,10 +250,17 @@ def inputs_of(obs: Tensor, mask: Tensor | None, controls: Tensor | None = None) 
     ]
 
 
-def step_through(estimator: OnlineEstimator, trained: Trained, piece: Observations) -> Result:
-    """Step through one recording from the present state of the estimator."""
+def step_through(
+    estimator: OnlineEstimator, trained: Trained, piece: Observations, skipped: int = 0
+) -> Result:
+    """Step through one recording from the present state of the estimator.
+
+    ``skipped`` steps without an observation come first, which have the control of the first row.
+    """
     batch, parts = batch_of(trained, piece), []
     steps = inputs_of(batch["obs"], batch["mask"], batch["controls"])
+    if skipped > 0:
+        estimator.advance([steps[0]._replace(obs=None)] * skipped)
     size = ROWS_PER_BATCH
     if len(steps) > size:
         size = estimator.rows_at_a_time(batch["obs"][:, 0])

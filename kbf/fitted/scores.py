@@ -1,5 +1,6 @@
 """Scores of a fitted filter on recordings with known states, column by column."""
 
+import math
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
@@ -24,9 +25,10 @@ def column_scores(
     """Return the scores of estimates by name, one number for each part of the state.
 
     ``rmse``: in the unit of the column. ``nmse``: mean squared error over the variance of the
-    states. ``coverage_95``: share of the states in intervals of 95 %. ``crps``: mean continuous
-    ranked probability score of the Gaussian with the estimate's standard deviation. The last two
-    are missing for filters without covariances, and NaN for rotations.
+    states. Both are of estimates within their bounds. ``coverage_95``: share of the states in
+    intervals of 95 %. ``crps``: mean continuous ranked probability score of the Gaussian with the
+    estimate's standard deviation. The last two are missing for filters without covariances, and NaN
+    for rotations. All are NaN where no state is known.
 
     Args:
         estimates: of T rows.
@@ -34,13 +36,20 @@ def column_scores(
         schema: the columns.
     """
     known = states.isfinite().all(1)
-    errors, rmse, nmse = schema.scores(states[known], estimates.result.means[known])
+    if not known.any():
+        names = ("rmse", "nmse", "coverage_95", "crps")
+        unknown = [math.nan] * len(schema.states)
+        return dict.fromkeys(names if estimates.std is not None else names[:2], unknown)
+    means = estimates.result.means
+    if estimates.bounds:
+        means = schema.encode(torch.from_numpy(estimates.mean))
+    errors, rmse, nmse = schema.scores(states[known], means[known])
     found = {"rmse": rmse.tolist(), "nmse": nmse.tolist()}
     if estimates.std is None:
         return found
     first = [estimates.columns.index(part.names[0]) for part in schema.states]
     std = torch.from_numpy(estimates.std)[known][:, first]
-    half = torch.from_numpy(estimates.interval(0.95)[1] - estimates.mean)[known][:, first]
+    half = torch.from_numpy(estimates.half_width(0.95))[known][:, first]
     single = torch.tensor([len(part.names) == 1 for part in schema.states])
     inside = (errors.abs() <= half).double().mean(0)
     return found | {

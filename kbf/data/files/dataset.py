@@ -139,6 +139,13 @@ class FileData(Shown):
         if column_schema is not None:
             schema = ColumnSchema.from_dict(column_schema)
         else:
+            columns = [*contents.states, *contents.observations, *contents.controls]
+            codes = layout.missing if isinstance(layout.missing, Mapping) else {}
+            if unknown := [name for name in codes if name not in columns]:
+                raise ValueError(
+                    f"data.missing: there is no column {unknown[0]!r}; "
+                    f"{nearest(unknown[0], columns, 'they are')}"
+                )
             chosen = column_schema_of(
                 contents.states,
                 contents.observations,

@@ -4,7 +4,7 @@ Images, videos and archives are small on disk and large in memory.
 """
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,6 +220,9 @@ def codes_by_column(missing: Any, names: list[str]) -> list[list[int | float]]:
         missing: a list for all columns, or a dict of lists by column; None for none.
         names: of the columns.
 
+    Returns:
+        Lists of codes, which include their values in single precision.
+
     Raises:
         ValueError: codes that are no lists of numbers.
     """
@@ -231,7 +234,13 @@ def codes_by_column(missing: Any, names: list[str]) -> list[list[int | float]]:
                 "data.missing must be a list of numbers, as [-999], or lists by column, as "
                 f"{{a: [0]}}; got {missing!r}"
             )
-    return [list(codes) for codes in found]
+    return [[*codes, *in_single_precision(codes)] for codes in found]
+
+
+def in_single_precision(codes: Sequence[int | float]) -> list[float]:
+    """Returns codes as a column of float32 holds them, where these are other numbers."""
+    found = torch.tensor(codes, dtype=torch.float64).float().double().tolist()
+    return [low for low, code in zip(found, codes, strict=True) if low != code]
 
 
 def without_codes(contents: Contents, missing: Any) -> Contents:
