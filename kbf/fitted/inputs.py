@@ -156,7 +156,7 @@ def recording_of(piece: Observations) -> str:
 def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
     """Return the roles of the columns of data, by the names of the training.
 
-    A column of recordings may be absent: the data is then a single recording.
+    A column of recordings may be absent: each DataFrame is then a single recording.
     """
     schema = ColumnSchema.from_dict(settings["column_schema"])
     layout = trained_layout(layout_of(settings), schema)
@@ -165,11 +165,18 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
         return Layout(size=layout.size, missing=codes)  # named arrays have the usual names
     if states:
         layout = layout._replace(states=schema.columns("states"))
-    if is_frame(data) and layout.recording:
-        levels = getattr(getattr(data, "index", None), "names", ())
-        if layout.recording not in [*map(str, getattr(data, "columns", ())), *levels]:
-            layout = layout._replace(recording=None)
+    several = list(data.values()) if isinstance(data, dict) else data
+    frames = several if isinstance(several, list) else [data]
+    named = any(layout.recording in names_of(each) for each in frames if is_frame(each))
+    if frames and all(map(is_frame, frames)) and not named:
+        layout = layout._replace(recording=None)
     return layout
+
+
+def names_of(frame: Any) -> list[str]:
+    """Return the names of the columns and index levels of a DataFrame."""
+    levels = getattr(getattr(frame, "index", None), "names", ())
+    return [*map(str, getattr(frame, "columns", ())), *map(str, levels)]
 
 
 def codes_of_arrays(missing: Any, schema: ColumnSchema) -> Any:

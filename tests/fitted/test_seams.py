@@ -122,3 +122,11 @@ def test_time_since_the_start_as_a_duration():
         np.testing.assert_array_equal(
             list(first.values()), list(two.step(zero, time=seconds).values())
         )
+
+
+def test_frames_may_lack_the_column_of_recordings():
+    fitted = fit(simulated().assign(run="first"), recording="run")
+    new = simulated(60, 1)
+    expected = fitted.filter(new).mean
+    for data in ([new], {"second": new}, [new, new]):
+        np.testing.assert_array_equal(fitted.filter(data).mean[:60], expected)
