@@ -139,12 +139,16 @@ def longest_runs(values: Tensor) -> Tensor:
 class Comparison:
     """Compares the rows that a filter takes with those of its training, as they arrive."""
 
-    def __init__(self, trained: Trained, *, live: bool = False) -> None:
+    def __init__(
+        self, trained: Trained, reference: Reference | None = None, *, live: bool = False
+    ) -> None:
         """Compare with the training data of a filter.
 
         Args:
-            trained: the filter. live: warn of sensors that are late, whose readings a live filter
-                takes at another time than those of recordings.
+            trained: the filter.
+            reference: `reference_of` it, if that is known.
+            live: warn of sensors that are late, whose readings a live filter takes at
+                another time than those of recordings.
         """
         late = (trained.module.config.get("data") or {}).get("latency") or {}
         for name, seconds in late.items() if live else ():
@@ -156,7 +160,7 @@ class Comparison:
         if live:  # imported now: it would delay the step that compares by 0.2 s
             importlib.import_module("scipy.special")
         self.trained: Trained = trained
-        self.reference: Reference = reference_of(trained)
+        self.reference: Reference = reference or reference_of(trained)
         self.timed: bool = not (trained.module.config.get("data") or {}).get("time_as_control")
         c = len(self.reference.names)
         self.rows: int = 0
@@ -298,6 +302,7 @@ def differences(
     trained: Trained,
     rows: Iterable[tuple[Tensor, Tensor | None, Tensor | None]],
     durations: Iterable[float] = (),
+    reference: Reference | None = None,
 ) -> list[str]:
     """Return a sentence for each difference between recordings and those of the training.
 
@@ -306,8 +311,9 @@ def differences(
         rows: of each recording observations, mask (False where nothing was observed; None where
             all is) and controls, in components.
         durations: of the moves, in seconds.
+        reference: `reference_of` the filter, if that is known.
     """
-    comparison = Comparison(trained)
+    comparison = Comparison(trained, reference)
     comparison.add(None, durations=durations)
     for obs, mask, controls in rows:
         if mask is not None and obs.ndim == 2:
@@ -341,7 +347,9 @@ def data_differences(trained: Trained, data: Data, recordings: list[Recording]) 
     return differences(trained, ((r.obs, r.mask, r.controls) for r in recordings), times)
 
 
-def piece_differences(trained: Trained, pieces: list[Observations]) -> list[str]:
+def piece_differences(
+    trained: Trained, pieces: list[Observations], reference: Reference | None = None
+) -> list[str]:
     """Return `differences` of recordings that are to be filtered."""
     durations = [
         duration
@@ -355,4 +363,5 @@ def piece_differences(trained: Trained, pieces: list[Observations]) -> list[str]
     starts = [float(each.times[0]) for each in pieces if each.times is not None]
     jumps = [b - a for a, b in itertools.pairwise(starts) if b > a]
     times = durations if len(durations) >= len(jumps) else jumps
-    return differences(trained, ((p.obs, p.mask, p.controls) for p in pieces), times)
+    rows = ((p.obs, p.mask, p.controls) for p in pieces)
+    return differences(trained, rows, times, reference)

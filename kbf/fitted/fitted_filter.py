@@ -276,7 +276,7 @@ class FittedFilter(Summary):
         given, data = data, read_for(self._data, data, states=True)  # once, for all methods below
         pieces, rows, _, _ = inputs_of(self._data, data)
         if given is not data:
-            warn_of(piece_differences(self.trained, pieces))
+            warn_of(piece_differences(self.trained, pieces, self.reference))
         warn_of(seen_in_training(self.trained, list(map(as_recording, pieces))), depth=3)
         order = row_order(rows)
         states = torch.cat([as_recording(each).states for each in pieces]).double()[order]
@@ -384,7 +384,7 @@ class FittedFilter(Summary):
         """Recordings in the columns of the training; warns of differences from the training."""
         found = inputs_of(self._data, data, **others)
         if not isinstance(data, Contents):  # which `evaluate` has read, for several methods
-            warn_of(piece_differences(self.trained, found.pieces))
+            warn_of(piece_differences(self.trained, found.pieces, self.reference))
         return found
 
 

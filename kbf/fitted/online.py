@@ -131,7 +131,7 @@ class OnlineFilter:
         self.dropped: int = 0
         self.differences: list[str] = []
         self._past: deque[Past] = deque()
-        self._comparison: Comparison | None = Comparison(trained, live=True)
+        self._comparison: Comparison | None = Comparison(trained, fitted.reference, live=True)
         self._compared: list[tuple[Tensor | None, Tensor | None]] = []
         data = trained.module.config.get("data") or {}
         self._durations = Durations(fitted.time_step, bool(data.get("time_as_control")))

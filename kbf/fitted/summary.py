@@ -1,6 +1,7 @@
 """What a fitted filter is and can do, as dictionaries, DataFrames and rows of a table."""
 
 import os
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from kbf.filters.protocols import (
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.selection.requirements import can_smooth, why_not_exported
 from kbf.fitted.checkpoint import Trained
+from kbf.fitted.compatibility import Reference, reference_of
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.model import compared_by, inner_filter
 from kbf.fitted.results import Result, Source
@@ -47,6 +49,11 @@ class Summary:
         self.config: dict[str, Any] = trained.module.config
         self._smoothers: dict[int | None, Calibration | None] = {}
         self._structure: Any = None
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The ranges of the training data, with which new recordings are compared."""
+        return reference_of(self.trained)
 
     @property
     def model(self) -> Any:

@@ -373,7 +373,7 @@ class Sessions:
             check_numbers(step, "time_step")
             if not step > 0:
                 return ["time_step must be a positive number of seconds"]
-            comparison = Comparison(self.fitted.trained)
+            comparison = Comparison(self.fitted.trained, self.fitted.reference)
             comparison.add(None, durations=[step] * MIN_ROWS)
             found += comparison.differences()
         return found
