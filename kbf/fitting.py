@@ -18,15 +18,18 @@ import numpy as np
 import torch
 
 from kbf.data.dataset import Data, completed, load_data
+from kbf.data.files.bounds import checked_bounds
+from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.dataset import FileData
+from kbf.data.files.layout import plain
 from kbf.data.files.report import Report, examine
 from kbf.filters.selection.requirements import REQUIREMENTS
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.fitted_filter import FittedFilter
 from kbf.fitted.held_out_calibration import learn_and_keep
-from kbf.fitted.python_words import python_words
+from kbf.fitted.python_words import in_python, python_words
 from kbf.fitted.summary import CAPABILITIES
-from kbf.fitted.training_data import read
+from kbf.fitted.training_data import python_numbers, read
 from kbf.runtime.errors import DataError, DataWarning, FitError, nearest
 from kbf.runtime.hydra_quoting import quoted
 from kbf.runtime.interpolation import incomplete, literal, resolved
@@ -47,7 +50,7 @@ def fit(
     mask: Any = None,
     angles: Sequence[str] | Mapping[str, str] = (),
     rotations: Sequence[Sequence[str]] = (),
-    bounds: Mapping[str, Sequence[Any]] | None = None,
+    bounds: Mapping[str, Any] | None = None,
     units: Mapping[str, str] | None = None,
     allow_missing_sensors: bool | None = None,
     missing: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
@@ -166,6 +169,7 @@ def fit(
         reading=reading,
         validation=validation,
     )
+    bounds = plain_bounds(bounds, source.column_schema)
     warn_of_problems(source, bounds)
     return fit_source(
         source,
@@ -190,7 +194,7 @@ def fit_source(
     source: FileData,
     settings: dict[str, Any],
     *,
-    bounds: Mapping[str, Sequence[Any]] | None = None,
+    bounds: Mapping[str, Any] | None = None,
     units: Mapping[str, str] | None = None,
     model: str = "kbf",
     config: Mapping[str, Any] | None = None,
@@ -209,7 +213,10 @@ def fit_source(
     from kbf.config.run_settings import with_selection
     from kbf.model_choice import choose
 
-    check_columns_of_states(bounds, source.column_schema.columns("states"), "bounds")
+    stated = {
+        "bounds": plain_bounds(bounds, source.column_schema),
+        "units": None if units is None else dict(units),
+    }
     check_known_units(units, source)
     if unknown := sorted(set(require) - set(CAPABILITIES)):
         raise ValueError(
@@ -224,7 +231,6 @@ def fit_source(
     words += [f"model.training.{key}={word_of(value)}" for key, value in (training or {}).items()]
     words += [f"{key}={word_of(value)}" for key, value in (config or {}).items()]
     whole = configure("train", words)
-    stated = {"bounds": plain_bounds(bounds), "units": None if units is None else dict(units)}
     own = {**whole["recipe"]["data"], **literal({**settings, **stated})}
     whole["recipe"] = {**whole["recipe"], "data": own, "n_train": None}
     checked = load_data({**settings, "source": {}}, source=source)
@@ -254,7 +260,15 @@ def fit_source(
     return fitted
 
 
-def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -> Report:
+def check(
+    data: Any = None,
+    *,
+    states: Any,
+    test: float = 0.2,
+    bounds: Mapping[str, Any] | None = None,
+    units: Mapping[str, str] | None = None,
+    **columns: Any,
+) -> Report:
     """Report what recordings contain, and warn of problems for filters; nothing is fitted.
 
     The report of ``kbf data check``: lengths, ranges and missing values, and warnings of outliers,
@@ -263,12 +277,15 @@ def check(data: Any = None, *, states: Any, test: float = 0.2, **columns: Any) -
     Args:
         data, states: as of `fit`.
         test: share of the end of each recording that is compared with the rest.
+        bounds, units: as of `fit`. A state with bounds is not reported as one that may need them.
         columns: ``observations`` and the other arguments of `fit` that describe columns.
 
     Raises:
         kbf.DataError: as `fit`.
     """
-    report = examine(read(data, states=states, test=test, **columns)[0])
+    source = read(data, states=states, test=test, **columns)[0]
+    check_known_units(units, source)
+    report = examine(source, plain_bounds(bounds, source.column_schema))
     found = ([python_words(text) for text in each] for each in (report.warnings, report.causes))
     return Report(report.recordings, report.columns, *found)
 
@@ -328,14 +345,6 @@ def check_choice(group: str, name: str | None) -> None:
         raise ValueError(f"there is no {group} {name!r}; {nearest(name, choices)}")
 
 
-def check_columns_of_states(given: Mapping[str, Any] | None, states: list[str], what: str) -> None:
-    """Raise a `DataError` for a name that is no state column."""
-    for name in given or {}:
-        if name not in states:
-            hint = nearest(name, states, "they are")
-            raise DataError(f"{what}: {name!r} is no column of the states; {hint}")
-
-
 def check_known_units(units: Mapping[str, str] | None, source: FileData) -> None:
     """Raise a `DataError` for the unit of a column that is not used."""
     schema = source.column_schema
@@ -345,21 +354,26 @@ def check_known_units(units: Mapping[str, str] | None, source: FileData) -> None
 
 
 def plain_bounds(
-    bounds: Mapping[str, Sequence[Any]] | None,
+    bounds: Mapping[str, Any] | None, schema: ColumnSchema
 ) -> dict[str, list[Any]] | None:
-    """Return bounds as lists, for the configuration.
+    """Return bounds as lists of Python's numbers, for the configuration.
 
     Raises:
-        DataError: a pair that is not in order.
+        DataError: of a column that is no state, or an angle or rotation; or no pair in order.
     """
     if bounds is None:
         return None
-    found = {name: list(ends) for name, ends in bounds.items()}
-    for name, ends in found.items():
-        low, high = ends
-        if low is not None and high is not None and not low < high:
-            raise DataError(f"bounds of {name}: {low:g} is not below {high:g}")
-    return found
+    if not isinstance(bounds, Mapping):
+        raise DataError(f"bounds must name columns of the states, as {{'x': [0, 1]}}; got {bounds}")
+    states = schema.columns("states")
+    if unknown := [name for name in bounds if name not in states]:
+        hint = nearest(str(unknown[0]), states, "they are")
+        raise DataError(f"bounds: {unknown[0]!r} is no column of the states; {hint}")
+    turning = [name for part in schema.states if part.kind != "number" for name in part.names]
+    if without := [name for name in bounds if name in turning]:
+        raise DataError(f"bounds: {without[0]!r} is an angle or rotation, which have no bounds")
+    with in_python():
+        return checked_bounds(plain(python_numbers(bounds)), schema)
 
 
 def word_of(value: Any) -> str:

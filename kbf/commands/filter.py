@@ -17,7 +17,14 @@ import rich.progress
 import torch
 from rich.console import Console
 
-from kbf.commands.support.filter_run import ROWS_PER_BATCH, FilterRun, Write, text_writer, write_npz
+from kbf.commands.support.filter_run import (
+    POSITION,
+    ROWS_PER_BATCH,
+    FilterRun,
+    Write,
+    text_writer,
+    write_npz,
+)
 from kbf.commands.support.metric_descriptions import COLUMNS
 from kbf.commands.support.stream_reader import STREAMED_DELIMITERS, InputColumns, Row, RowReader
 from kbf.data.files import ColumnSchema, Observations, read_observations
@@ -103,6 +110,12 @@ def run(config: dict[str, Any]) -> int:
     check_settings(config)
     trained = load_filter(config["checkpoint"], device=config["device"], trust=config["trust"])
     data, column_schema = layout_of(trained), trained.module.column_schema()
+    if taken := [name for name in column_schema.columns("states") if name in POSITION]:
+        raise ValueError(
+            f"the state {taken[0]!r} has the name of a column of the output, which has "
+            f"{', '.join(POSITION)} besides the estimates: rename it and train again, or filter "
+            "from Python with kbf.load(...).filter(...)"
+        )
     estimator = OnlineEstimator(
         trained,
         column_schema,
@@ -253,7 +266,7 @@ def is_text(source: str | list[str], column_schema: ColumnSchema, data: dict[str
     another encoding than UTF-8.
 
     Raises:
-        ValueError: images, or sensors that are late, on standard input.
+        ValueError: images, sensors that are late, or a column of masks, on standard input.
     """
     if source == "-" and not column_schema.observations:
         raise ValueError(
@@ -263,6 +276,12 @@ def is_text(source: str | list[str], column_schema: ColumnSchema, data: dict[str
         raise ValueError(
             "the sensors of this filter are late (data.latency), and a stream cannot be moved: "
             "input=FILE, or from Python update(readings, time=...) of kbf.load(...).online()"
+        )
+    if source == "-" and data.get("mask"):
+        raise ValueError(
+            f"this filter was trained with a mask (data.mask={data['mask']}), which is not read "
+            "from standard input: input=FILE, or from Python step(None) of kbf.load(...).online() "
+            "where nothing was observed"
         )
     if isinstance(source, list):
         return False
@@ -314,7 +333,7 @@ def text_rows(
         InputColumns(
             column_schema,
             roles_of(data).time_name() or "time",
-            data.get("recording") or "recording",
+            data.get("recording") if data else "recording",
             elapsed=bool(data.get("time_as_control")),
             step=data.get("time_step"),
             missing=data.get("missing"),

@@ -4,6 +4,7 @@ from kbf.fitted import (
     checkpoint as checkpoint,
     column_order as column_order,
     compatibility as compatibility,
+    durations as durations,
     estimates as estimates,
     fitted_filter as fitted_filter,
     held_out_calibration as held_out_calibration,

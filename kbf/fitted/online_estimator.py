@@ -264,12 +264,16 @@ class OnlineEstimator:
 
     @torch.inference_mode()
     def output_rows(self, state: Any) -> list[Values]:
-        """Return a row of estimates, standard deviations and diagnostics for each filter state."""
+        """Return a row of estimates, standard deviations and diagnostics for each filter state.
+
+        A diagnostic with the name of a state is left out.
+        """
         C = self.covariances(state)
         columns = self.column_schema.decode(self.filter.estimate(state), C)
         columns |= {k: columns[k].clamp(*ends) for k, ends in self.bounds.items() if k in columns}
-        columns |= {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries} if C is not None else {}
-        columns |= diagnostics_of(self.filter, state)
+        more = {} if C is None else {f"cov_{i}_{j}": C[:, i, j] for i, j in self.entries}
+        more |= diagnostics_of(self.filter, state)
+        columns |= {name: each for name, each in more.items() if name not in columns}
         return [
             dict(zip(columns, values, strict=True))
             for values in zip(*(c.tolist() for c in columns.values()), strict=True)

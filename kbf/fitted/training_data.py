@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kbf.data.files.array_files import opened
 from kbf.data.files.dataset import FileData
 from kbf.data.files.in_memory import contents_of, named_arrays
 from kbf.data.files.layout import TEXT_SETTINGS, Contents, Layout, layout_of, plain
+from kbf.data.files.read import ARRAYS, files_in
 from kbf.fitted.python_words import in_python
 from kbf.runtime.errors import DataError, nearest
 
@@ -62,7 +64,7 @@ def read(
         "angle_unit": unit,
         "time_as_control": time_as_control,
         "control_timing": control_timing,
-        "latency": plain(latency),
+        "latency": plain(python_numbers(latency)),
         "missing": plain(missing),
         "root": None if root is None else str(Path(root).expanduser().resolve()),
         "size": None if size is None else list(size),
@@ -103,6 +105,7 @@ def recordings_in(
         contents = contents_of(named_arrays(**given), layout)
         return contents, {}
     names = {key: as_list(value) for key, value in roles.items() if key in PLURAL}
+    names |= arrays_named(data, {key: value for key, value in roles.items() if key in PLURAL})
     singles = {key: value for key, value in roles.items() if key not in PLURAL}
     singles["time"] = plain(singles["time"])
     layout = layout._replace(**names, **singles, images=images)
@@ -112,9 +115,42 @@ def recordings_in(
         "observations": contents.observations or None,
         "controls": contents.controls or None,
     }
+    chosen |= {key: value for key, value in names.items() if isinstance(value, str)}
     timed = any(each.times is not None for each in contents.recordings)
     time = layout.time or ("time" if timed else None)
     return contents, {**chosen, **singles, "time": time, "images": images}
+
+
+def python_numbers(given: Any) -> Any:
+    """Returns numbers and arrays of NumPy, also within mappings and lists, as Python's.
+
+    >>> python_numbers({"a": np.float64(3), "b": np.array([0, 1])})
+    {'a': 3.0, 'b': [0, 1]}
+    """
+    if isinstance(given, Mapping):
+        return {name: python_numbers(each) for name, each in given.items()}
+    if isinstance(given, list | tuple):
+        return [python_numbers(each) for each in given]
+    return given.tolist() if isinstance(given, np.ndarray | np.generic) else given
+
+
+def arrays_named(data: Any, names: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of the names that are a text, the name of an array of several columns of data.
+
+    Args:
+        data: as of `fit`; only files of arrays and dicts of arrays have named arrays.
+        names: of the columns or the array, by role.
+    """
+    texts = {role: name for role, name in names.items() if isinstance(name, str)}
+    if isinstance(data, Mapping):
+        return {k: name for k, name in texts.items() if np.ndim(data.get(name, 0)) > 1}
+    if not texts or not isinstance(data, str | os.PathLike):
+        return {}
+    path = files_in(Path(data).expanduser())[0]
+    if path.suffix.lower() not in ARRAYS or not path.exists():
+        return {}
+    with opened(path) as (there, get, _):
+        return {k: name for k, name in texts.items() if name in there and np.ndim(get(name)) > 1}
 
 
 def checked(reading: Mapping[str, Any] | None) -> dict[str, Any]:

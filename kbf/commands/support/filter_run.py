@@ -17,6 +17,9 @@ from kbf.filters.online import read_leaves
 from kbf.fitted.compatibility import Comparison
 from kbf.fitted.online_estimator import OnlineEstimator, Values
 
+# Columns of the output besides the estimates.
+POSITION = ("recording", "step", "time")
+
 # Writes a block of rows.
 Write = Callable[[list[Values]], None]
 
@@ -254,7 +257,7 @@ class FilterRun:
             if row.inserted:
                 self.predicted += 1
                 continue
-            position = {"recording": row.sequence, "step": self.steps, "time": row.time}
+            position = dict(zip(POSITION, (row.sequence, self.steps, row.time), strict=True))
             output.append({k: v for k, v in position.items() if v is not None} | values)
             self.steps += 1
             self.missing += row.obs is None

@@ -58,12 +58,13 @@ class InputColumns(NamedTuple):
     than `LARGEST_GAP` times as much has passed. With ``elapsed`` the time since the step before is
     the last control; in the first step it is ``step``. ``missing`` are values that stand for a
     missing observation, as of `kbf.data.files.layout.codes_by_column`. With ``acts_from`` controls
-    act in the move from their row, as in `kbf.data.files.timestamps.with_control_timing`.
+    act in the move from their row, as in `kbf.data.files.timestamps.with_control_timing`. Without
+    ``recording`` all rows are of one recording.
     """
 
     column_schema: ColumnSchema
     time: str = "time"
-    recording: str = "recording"
+    recording: str | None = "recording"
     elapsed: bool = False
     step: float | None = None
     missing: Any = None
@@ -136,7 +137,7 @@ class RowReader:
         self.column_index: list[int] | None = None
         self.needed: list[str] = columns.needed
         self.width: int = len(self.needed)
-        self.optional_index: dict[str, int] = {}
+        self.optional_index: dict[str | None, int] = {}
         self.q: int = len(columns.column_schema.columns("observations"))
         self.controls: list[float] | None = None if self.needed[self.q :] else []
         self.codes: list[list[int | float]] = codes_by_column(

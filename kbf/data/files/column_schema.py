@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kbf.rkhs.embeddings import project_so3
 from kbf.rkhs.linalg import varying
+from kbf.runtime.errors import DataError
 
 # Components that filters use, by kind of part.
 WIDTH_OF_KIND = {"number": 1, "angle": 2, "rotation": 9}
@@ -151,26 +152,19 @@ class ColumnSchema(NamedTuple):
     def by_column(self, values: Any) -> Any:
         """Returns a mapping with the columns of sensors in place of their names.
 
-        A sensor is given by its numbers in the order of its columns, or None; values that are no
-        mapping are returned as they are.
+        A sensor is given by its numbers in the order of its columns (one of a single column also
+        as a number), by a mapping of its columns, or by None. Values that are no mapping are
+        returned as they are.
 
         Raises:
-            ValueError: another number of values than the sensor has columns.
+            DataError: another number of values than the sensor has columns, or other columns.
         """
         if not isinstance(values, Mapping):
             return values
         found = dict(values)
         for sensor, columns in self.sensors:
-            if sensor not in found or sensor in columns:
-                continue
-            given = found.pop(sensor)
-            numbers = [None] * len(columns) if given is None else list(given)
-            if len(numbers) != len(columns):
-                raise ValueError(
-                    f"{sensor} must be {len(columns)} numbers ({', '.join(columns)}), "
-                    f"got {len(numbers)}"
-                )
-            found |= dict(zip(columns, numbers, strict=True))
+            if sensor in found and sensor not in columns:
+                found |= readings_of(sensor, columns, found.pop(sensor))
         return found
 
     def decode(
@@ -180,11 +174,11 @@ class ColumnSchema(NamedTuple):
 
         The standard deviation of a number is the root of its variance. An angle is atan2 of its
         pair; with R the length of the mean pair and C its covariance its circular standard
-        deviation is sqrt(-ln(R^2 / (R^2 +
-        tr C))), as in directional statistics, since R^2 + tr C = 1 for points on the circle. A
-        rotation is the nearest one (`kbf.rkhs.embeddings.project_so3`), with the standard deviation
-        of its rotation angle for all its columns: sqrt(tr C / 2), since ||A - B||^2 is about twice
-        the square of the angle between A and B.
+        deviation is sqrt(-ln(R^2 / (R^2 + tr C))), as in directional statistics, since R^2 + tr C
+        = 1 for points on the circle. A rotation is the nearest one
+        (`kbf.rkhs.embeddings.project_so3`), with the standard deviation of its rotation angle for
+        all its columns: sqrt(tr C / 2), since ||A - B||^2 is about twice the square of the angle
+        between A and B.
 
         References: Mardia and Jupp (2000), section 2.3.
         """
@@ -269,13 +263,14 @@ def column_schema_of(
 
     Raises:
         ValueError: a declared name that is missing or repeated, or a rotation with a wrong number
-            of columns; or as `sensors_of`.
+            of columns; or as `check_output_names` and `sensors_of`.
     """
     if unit not in ("radians", "degrees"):
         raise ValueError(f"data.angle_unit must be radians or degrees, got {unit!r}")
     for side, names in (("states", states), ("observations", observations), ("controls", controls)):
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"data.{side} names {repeated[0]!r} twice")
+    check_output_names(states)
     declared = [*angles, *(name for group in rotations for name in group)]
     if repeated := [name for name, count in Counter(declared).items() if count > 1]:
         raise ValueError(f"{repeated[0]!r} is declared twice among data.angles and data.rotations")
@@ -304,17 +299,31 @@ def column_schema_of(
     )
 
 
+def check_output_names(states: list[str]) -> None:
+    """Raises a ValueError for a state with the name of another column of the estimates."""
+    taken = {"alarm", *(f"{name}_{end}" for name in states for end in ("std", "lower", "upper"))}
+    if repeated := [name for name in states if name in taken]:
+        raise ValueError(
+            f"data.states: the estimates have a column {repeated[0]!r} of their own, as NAME_std, "
+            "NAME_lower and NAME_upper of each state, and alarm: rename this column of the data"
+        )
+
+
 def sensors_of(
     sensors: Mapping[str, Sequence[str]], observations: list[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Returns the columns of each sensor, which may be given by patterns.
+
+    The name of a column stands for that column alone, even if it is a pattern, as ``s[0]``.
 
     Raises:
         ValueError: a sensor without columns, or a column of two sensors.
     """
     found, owner = [], dict[str, str]()
     for sensor, patterns in sensors.items():
-        columns = [name for name in observations if any(fnmatchcase(name, p) for p in patterns)]
+        globs = {*patterns} - {*observations}
+        matched = {*patterns, *(n for n in observations for p in globs if fnmatchcase(n, p))}
+        columns = [name for name in observations if name in matched]
         if not columns:
             raise ValueError(
                 f"data.sensors: no observation is {', '.join(patterns)}, of the sensor {sensor!r}"
@@ -326,6 +335,22 @@ def sensors_of(
         owner |= dict.fromkeys(columns, sensor)
         found.append((sensor, tuple(columns)))
     return tuple(found)
+
+
+def readings_of(sensor: str, columns: tuple[str, ...], given: Any) -> dict[str, Any]:
+    """Returns the readings of a sensor by column, as `ColumnSchema.by_column`."""
+    if given is None:
+        return dict.fromkeys(columns)
+    given = given.to_dict() if hasattr(given, "to_dict") else given
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0
+    numbers = list(given) if several and not isinstance(given, str) else [given]
+    if isinstance(given, Mapping) and given.keys() == {*columns}:
+        return dict(given)
+    if isinstance(given, Mapping) or len(numbers) != len(columns):
+        names, got = (", ".join(map(str, each)) for each in (columns, numbers))
+        got = got if isinstance(given, Mapping) else len(numbers)
+        raise DataError(f"{sensor} must be {len(columns)} numbers ({names}), got {got}")
+    return dict(zip(columns, numbers, strict=True))
 
 
 def parts_of(names: list[str], angles: list[str], rotations: list[list[str]]) -> tuple[Part, ...]:

@@ -225,10 +225,26 @@ def frame_times(frame: Any, layout: Layout, name: str) -> Tensor:
     from kbf.data.files.texts import times_of
 
     parts = [frame[column] for column in layout.time_columns()]
+    parts = [typed(parts[0])] if len(parts) == 1 else parts
     as_texts = parts[0].dtype == object or parts[0].dtype.name in ("str", "string")
     if len(parts) == 1 and not as_texts and layout.date_format is None:
         return numeric(parts[0], name)
     return times_of(parts, name, np.arange(len(frame)), layout, FRAME)
+
+
+def typed(column: Any) -> Any:
+    """Returns a column of Python objects as one of dates, durations or numbers, if it holds these.
+
+    Dates without a time zone are in UTC.
+    """
+    import pandas as pd
+
+    if column.dtype != object:
+        return column
+    kind = pd.api.types.infer_dtype(column, skipna=True)
+    if kind in ("datetime", "datetime64", "date"):
+        return pd.to_datetime(column, utc=True)
+    return column.infer_objects()
 
 
 def check_forwards(frame: Any, header: list[str], layout: Layout, times: Tensor) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -42,7 +43,8 @@ def checked_latency(given: Any, names: list[str]) -> dict[str, float]:
             raise ValueError(
                 f"data.latency: {name!r} is no observation; {nearest(str(name), names, 'they are')}"
             )
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        number = type(value) in (int, float) or isinstance(value, np.integer | np.floating)
+        if not number or not 0 <= value < float("inf"):
             raise ValueError(f"data.latency of {name} must be at least 0 seconds, got {value!r}")
     return {str(name): float(value) for name, value in (given or {}).items()}
 
@@ -112,8 +114,9 @@ def lags_of(recordings: list[FileRecording], q: int) -> list[int | None]:
         stacked = z.unfold(0, reach + WIDTH, 1).transpose(1, 2)
         target = x[reach : reach + len(stacked)]
         known = stacked.isfinite().flatten(1).all(1)
-        windows.append(stacked[known])
-        readings.append(target[known])
+        if bool(known.any()):  # not where every window lacks a state, as those of a slow reference
+            windows.append(stacked[known])
+            readings.append(target[known])
         room -= len(target)
     found: list[int | None] = [None] * q
     if not readings:
