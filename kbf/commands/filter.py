@@ -34,6 +34,7 @@ from kbf.data.files.read import files_in
 from kbf.filters.protocols import allows_missing_sensors
 from kbf.fitted.checkpoint import Trained, checkpoint_file, load_filter
 from kbf.fitted.compatibility import Comparison, piece_differences
+from kbf.fitted.inputs import End, following
 from kbf.fitted.online_estimator import OnlineEstimator, Values
 from kbf.fitted.program import compiled_step, zero_observation
 from kbf.recording import as_float
@@ -152,7 +153,7 @@ def run(config: dict[str, Any]) -> int:
                 recordings = read_observations(config["input"], settings)
                 for text in piece_differences(trained, recordings):
                     warn(text)
-                rows = array_rows(config, recordings, trained)
+                rows = array_rows(config, recordings, trained, running)
             remaining = iter(rows)
             first = next(remaining, None)  # it shows whether the text is JSON or CSV
             if first is None and config["input"] != "-":
@@ -344,15 +345,18 @@ def text_rows(
         source="standard input" if config["input"] == "-" else str(config["input"]),
         on_unreadable=report,
         clocks=running.clocks,
+        acting=running.acting,
         sequence=running.sequence,
         allow_missing_sensors=allows_missing_sensors(trained.filter),
     )
 
 
 def array_rows(
-    config: dict[str, Any], recordings: list[Observations], trained: Trained
+    config: dict[str, Any], recordings: list[Observations], trained: Trained, running: FilterRun
 ) -> Iterator[Row]:
     """Yield the rows of recordings in files of arrays, other tables, and images.
+
+    Recordings of which ``running`` has a state follow on their rows before.
 
     Raises:
         ValueError: observations have another shape than in training.
@@ -371,13 +375,20 @@ def array_rows(
                 f"{config['input']}: observations are {tuple(r.obs.shape[1:])}, "
                 f"those of the training {shape}"
             )
+        name, moves = None if one else r.name, 1
+        if running.started or running.steps:
+            end = End(running.clocks.get(name), running.acting.get(name))
+            r, moves = following(r, end, layout_of(trained))
         for t in rich.progress.track(range(len(r.obs)), r.name, console=messages, disable=hidden):
             missing = r.mask is not None and not r.mask[t]
             yield Row(
                 None if missing else as_float(r.obs[t : t + 1], dtype).to(device),
                 None if r.controls is None else r.controls[t : t + 1].to(device, dtype),
                 None if r.times is None else f"{r.times[t].item():.15g}",
-                None if one else r.name,
+                name,
+                None if r.times is None else r.times[t].item(),
+                t == 0 and moves == 0,
+                moves=max(moves, 1) if t == 0 else 1,
                 next_ready=t + 1 < len(r.obs),
                 inserted=r.inserted is not None and bool(r.inserted[t]),
             )

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +29,11 @@ class End(NamedTuple):
     """What the rows after a recording require of its last row.
 
     Attributes:
-        time: in seconds, or None. controls: ``k``, as they were logged, or None.
+        time: in seconds, or None. controls: ``k`` numbers, as they were logged, or None.
     """
 
     time: float | None
-    controls: Tensor | None
+    controls: Sequence[float] | None
 
 
 class Inputs(NamedTuple):
@@ -101,7 +101,7 @@ def inputs_of(
     acted = None
     if last.controls is not None:
         order = [contents.controls.index(name) for name in schema.controls]
-        acted = last.controls[-1, order]
+        acted = last.controls[-1, order].tolist()
     return Inputs(
         pieces, rows, source, End(None if last.times is None else float(last.times[-1]), acted)
     )
@@ -117,7 +117,7 @@ def following(piece: Observations, end: End, settings: dict[str, Any]) -> tuple[
     step, timed = settings.get("time_step"), bool(settings.get("time_as_control"))
     u = None if piece.controls is None else piece.controls.clone()
     if u is not None and end.controls is not None and settings.get("control_timing") == "from":
-        u[0, : len(end.controls)] = end.controls
+        u[0, : len(end.controls)] = torch.tensor(end.controls, dtype=u.dtype)
     moves = 1
     if step is not None and end.time is not None and piece.times is not None:
         elapsed = float(piece.times[0]) - end.time

@@ -1,5 +1,6 @@
 """The same numbers through different doors: halves of a recording, arrays, types, late readings."""
 
+import itertools
 import warnings
 
 import numpy as np
@@ -7,6 +8,7 @@ import pandas as pd
 import pytest
 
 import kbf
+from kbf.cli import main
 
 
 def simulated(n=300, seed=0):
@@ -130,3 +132,31 @@ def test_frames_may_lack_the_column_of_recordings():
     expected = fitted.filter(new).mean
     for data in ([new], {"second": new}, [new, new]):
         np.testing.assert_array_equal(fitted.filter(data).mean[:60], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "ending"),
+    [
+        *itertools.product(["hole", "gap", "durations"], ["csv", "parquet"]),
+        ("controls", "csv"),  # other files do not keep the control of their last row
+    ],
+)
+def test_the_command_continues_from_a_state_file(case, ending, tmp_path):
+    """Two files equal one: with rows or a gap between them, and controls that act from rows."""
+    settings = {
+        "durations": {"time": "t", "time_as_control": True},
+        "controls": {"controls": ["u"], "control_timing": "from"},
+    }.get(case, {"time": "t"})
+    fitted = fit(simulated(), **settings)
+    fitted.save(tmp_path / "a.ckpt")
+    dropped = {"hole": [100, 101], "durations": [100], "gap": list(range(100, 150))}.get(case, [])
+    new = simulated(200, 1).drop(index=dropped)
+    found = []
+    for k, part in enumerate((new[:100], new[100:])):
+        path = tmp_path / f"part{k}.{ending}"
+        part.to_csv(path, index=False) if ending == "csv" else part.to_parquet(path)
+        output = tmp_path / f"out{k}.csv"
+        words = [f"checkpoint={tmp_path / 'a.ckpt'}", f"input={path}", f"output={output}"]
+        assert main(["filter", *words, f"state={tmp_path / 'state.pt'}"]) == 0
+        found.append(pd.read_csv(output)[["x", "y"]])
+    np.testing.assert_allclose(pd.concat(found), fitted.filter(new).mean, atol=1e-6)

@@ -156,6 +156,7 @@ class FilterRun:
         self.clock: float | None = None
         self.started: bool = False
         self.tracks: dict[str | None, Track] = {}  # of the other recordings
+        self.acting: dict[str | None, list[float]] = {}  # `Row.logged` of last rows
         self.closed: set[str | None] = set()  # those whose track was dropped
         self.comparison, self.report = comparison, report
         self.predicted: int = 0
@@ -176,6 +177,9 @@ class FilterRun:
             if self.started:
                 self.sequence = text_of(stored["recording"])
             self.tracks = read_tracks(stored, estimator.live.state)
+            for key in [key for key in stored if key.endswith("_acting")]:
+                name = stored.get(key.removesuffix("acting") + "of")
+                self.acting[None if name is None else text_of(name)] = stored[key].tolist()
 
     def filter_rows(self, rows: Iterable[Row], write: Write) -> None:
         """Filter all rows and write their estimates.
@@ -263,6 +267,8 @@ class FilterRun:
             self.missing += row.obs is None
         self.columns = list(output[0])
         before, self.done, self.clock = self.done, self.done + len(output), rows[-1].clock
+        if (logged := rows[-1].logged) is not None:
+            self.acting[rows[-1].sequence] = logged
         rows.clear()
         write(output)
         if self.every is not None and self.done // self.every > before // self.every:
@@ -291,6 +297,11 @@ class FilterRun:
                 "clock": number_of(track.clock),
             }
             position |= {f"track_{k}_{key}": leaf for key, leaf in leaves.items()}
+        for k, (name, logged) in enumerate(self.acting.items()):
+            position |= {
+                f"control_{k}_acting": torch.tensor(logged, dtype=torch.float64),
+                f"control_{k}_of": None if name is None else bytes_of(name.encode()),
+            }
         self.estimator.live.save(
             self.path, **{key: leaf for key, leaf in position.items() if leaf is not None}
         )

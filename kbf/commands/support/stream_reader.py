@@ -35,6 +35,7 @@ class Row(NamedTuple):
         sequence: name of the recording; each recording has a filter state of its own.
         clock: the time as a number, where the length of a step is known.
         gap: more than `LARGEST_GAP` usual steps have passed since the row before.
+        logged: the controls of the row, where they act in the move from it; None elsewhere.
         moves: time steps since the row before; all but the last have no row.
         inserted: such a step, whose estimate is not written.
         next_ready: the next row has already arrived.
@@ -46,6 +47,7 @@ class Row(NamedTuple):
     sequence: str | None = None
     clock: float | None = None
     gap: bool = False
+    logged: list[float] | None = None
     next_ready: bool = False
     moves: int = 1
     inserted: bool = False
@@ -108,6 +110,7 @@ class RowReader:
         source: str = "standard input",
         on_unreadable: Callable[[str], None] | None = None,
         clocks: Mapping[str | None, float] | None = None,
+        acting: Mapping[str | None, list[float]] | None = None,
         sequence: str | None = None,
         allow_missing_sensors: bool = False,
     ) -> None:
@@ -122,6 +125,7 @@ class RowReader:
             on_unreadable: takes the message of a line that cannot be read, which then counts as a
                 step without observation. None raises the error.
             clocks: of each recording the time of its last step, when a stream continues.
+            acting: of each recording the controls of its last row, where these act from it.
             sequence: name of the recording of the step before the first line.
             allow_missing_sensors: the filter uses observations with missing sensors.
         """
@@ -143,7 +147,8 @@ class RowReader:
         self.codes: list[list[int | float]] = codes_by_column(
             columns.missing, columns.column_schema.columns("observations")
         )
-        self.acting: dict[str | None, list[float]] = {}  # controls that act in the next move
+        # controls that act in the next move
+        self.acting: dict[str | None, list[float]] = dict(acting or {})
         self.sequence: str | None = sequence
         self.assumed: bool = False  # the clock was extrapolated over a line without a time
         self.untimed: Counter[str | None] = Counter()  # rows of recordings since their clock
@@ -341,6 +346,7 @@ class RowReader:
             sequence,
             self.clocks.get(sequence),
             gap,
+            self.acting.get(sequence),
             moves=moves,
         )
 
