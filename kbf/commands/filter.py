@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -153,7 +153,7 @@ def run(config: dict[str, Any]) -> int:
                 recordings = read_observations(config["input"], settings)
                 for text in piece_differences(trained, recordings):
                     warn(text)
-                rows = array_rows(config, recordings, trained, running)
+                rows = array_rows(config, recordings, trained, running.ends)
             remaining = iter(rows)
             first = next(remaining, None)  # it shows whether the text is JSON or CSV
             if first is None and config["input"] != "-":
@@ -352,11 +352,14 @@ def text_rows(
 
 
 def array_rows(
-    config: dict[str, Any], recordings: list[Observations], trained: Trained, running: FilterRun
+    config: dict[str, Any],
+    recordings: list[Observations],
+    trained: Trained,
+    ends: Mapping[str | None, End] | None = None,
 ) -> Iterator[Row]:
     """Yield the rows of recordings in files of arrays, other tables, and images.
 
-    Recordings of which ``running`` has a state follow on their rows before.
+    Those with an end among ``ends``, by their names, follow on the rows before it.
 
     Raises:
         ValueError: observations have another shape than in training.
@@ -376,9 +379,8 @@ def array_rows(
                 f"those of the training {shape}"
             )
         name, moves = None if one else r.name, 1
-        if running.started or running.steps:
-            end = End(running.clocks.get(name), running.acting.get(name))
-            r, moves = following(r, end, layout_of(trained))
+        if ends is not None and name in ends:
+            r, moves = following(r, ends[name], layout_of(trained))
         for t in rich.progress.track(range(len(r.obs)), r.name, console=messages, disable=hidden):
             missing = r.mask is not None and not r.mask[t]
             yield Row(

@@ -129,7 +129,8 @@ def test_a_session_of_other_data_is_refused(sessions, request_, message):
     sessions.create({"observations": ["x_1", "x_0"], "seed": 3, "units": {}})  # its ordinary twin
 
 
-def test_units_and_time_step_are_compared_with_the_training(fitted, monkeypatch):
+def test_units_and_time_step_are_compared_with_the_training(monkeypatch):
+    fitted = kbf.load("example:rotation")
     config = fitted.config | {
         "data": (fitted.config.get("data") or {}) | {"units": {"x_0": "mm"}, "time_step": 0.1}
     }

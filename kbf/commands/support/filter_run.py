@@ -15,6 +15,7 @@ from kbf.commands.support.stream_reader import LineError, Row
 from kbf.data.cache import write_arrays
 from kbf.filters.online import read_leaves
 from kbf.fitted.compatibility import Comparison
+from kbf.fitted.inputs import End
 from kbf.fitted.online_estimator import OnlineEstimator, Values
 
 # Columns of the output besides the estimates.
@@ -226,6 +227,13 @@ class FilterRun:
         known = {name: track.clock for name, track in self.tracks.items()}
         known[self.sequence] = self.clock
         return {name: clock for name, clock in known.items() if clock is not None}
+
+    @property
+    def ends(self) -> dict[str | None, End]:
+        """What the next row of each recording follows on."""
+        clocks = self.clocks
+        names = {*clocks, *self.acting}
+        return {name: End(clocks.get(name), self.acting.get(name)) for name in names}
 
     def switch(self, row: Row) -> None:
         """Continue with the recording of a row: from its own state, or from the prior."""
