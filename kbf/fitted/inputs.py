@@ -12,10 +12,11 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.in_memory import contents_of, is_frame, named_arrays, numbers_of
 from kbf.data.files.layout import Contents, Layout, Observations, layout_of
-from kbf.data.files.read import observations_of, trained_layout
+from kbf.data.files.read import in_schema_order, observations_of, trained_layout
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 from kbf.fitted.python_words import in_python
 from kbf.fitted.results import Source
+from kbf.recording import Recording
 from kbf.runtime.errors import DataError, DataWarning
 
 # The row of steps that were inserted: none.
@@ -97,14 +98,13 @@ def inputs_of(
         if piece.times is not None:
             times[where.numpy()] = piece.times[keep].numpy()
     source = Source(names, times if np.isfinite(times).any() else None, index)
-    last, schema = contents.recordings[-1], ColumnSchema.from_dict(settings["column_schema"])
-    acted = None
-    if last.controls is not None:
-        order = [contents.controls.index(name) for name in schema.controls]
-        acted = last.controls[-1, order].tolist()
-    return Inputs(
-        pieces, rows, source, End(None if last.times is None else float(last.times[-1]), acted)
+    schema = ColumnSchema.from_dict(settings["column_schema"])
+    last = in_schema_order(contents, schema).recordings[-1]
+    end = End(
+        None if last.times is None else float(last.times[-1]),
+        None if last.controls is None else last.controls[-1].tolist(),
     )
+    return Inputs(pieces, rows, source, end)
 
 
 def following(piece: Observations, end: End, settings: dict[str, Any]) -> tuple[Observations, int]:
@@ -160,15 +160,16 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
     """
     schema = ColumnSchema.from_dict(settings["column_schema"])
     layout = trained_layout(layout_of(settings), schema)
-    if isinstance(data, dict) and not all(map(is_frame, data.values())):
+    several = list(data.values()) if isinstance(data, dict) else data
+    parts = several if isinstance(several, list) else [data]
+    arrays = isinstance(data, dict) and not all(map(is_frame, parts))
+    if arrays or (parts and all(isinstance(each, Recording) for each in parts)):
         codes = codes_of_arrays(layout.missing, schema)
         return Layout(size=layout.size, missing=codes)  # named arrays have the usual names
     if states:
         layout = layout._replace(states=schema.columns("states"))
-    several = list(data.values()) if isinstance(data, dict) else data
-    frames = several if isinstance(several, list) else [data]
-    named = any(layout.recording in names_of(each) for each in frames if is_frame(each))
-    if frames and all(map(is_frame, frames)) and not named:
+    named = any(layout.recording in names_of(each) for each in parts if is_frame(each))
+    if parts and all(map(is_frame, parts)) and not named:
         layout = layout._replace(recording=None)
     return layout
 

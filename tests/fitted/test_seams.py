@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import kbf
 from kbf.cli import main
@@ -160,3 +161,20 @@ def test_the_command_continues_from_a_state_file(case, ending, tmp_path):
         assert main(["filter", *words, f"state={tmp_path / 'state.pt'}"]) == 0
         found.append(pd.read_csv(output)[["x", "y"]])
     np.testing.assert_allclose(pd.concat(found), fitted.filter(new).mean, atol=1e-6)
+
+
+def test_arrays_and_recordings_have_the_columns_by_their_positions():
+    """With controls of their own names, and with a column that does not vary."""
+    data = simulated().assign(k=1.0)
+    obs, states, acted = (data[list(names)].to_numpy() for names in ("kabc", "xy", "u"))
+    whole = kbf.Recording(*map(torch.from_numpy, (states, obs)))
+    fitted = kbf.fit(states=states, observations=obs, model="kalman", progress=False)
+    expected = fitted.filter(observations=obs).mean
+    np.testing.assert_array_equal(fitted.filter(whole).mean, expected)
+    assert (fitted.evaluate(whole).rmse < 0.5).all()
+    fitted = fit(data, controls=["u"])
+    given = whole._replace(obs=whole.obs[:, 1:], controls=torch.from_numpy(acted))
+    expected = fitted.filter(data).mean
+    np.testing.assert_allclose(fitted.filter(given).mean, expected)
+    found = fitted.filter(observations=obs[:, 1:], controls=acted)
+    np.testing.assert_allclose(found.mean, expected)
