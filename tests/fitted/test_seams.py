@@ -89,7 +89,7 @@ def test_codes_of_a_column_that_is_not_there_are_refused():
 
 
 def test_a_late_reading_off_the_grid_changes_nothing():
-    live = fit(simulated(), time="t").online(max_delay=10)
+    live = fit(simulated(), time="t").online(max_delay=10.0)
     for row in simulated(20, 1).to_dict("records"):
         live.step({name: row[name] for name in "abc"}, time=row["t"])
     before = live.forecast(1).mean
