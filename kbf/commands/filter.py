@@ -127,10 +127,10 @@ def run(config: dict[str, Any]) -> int:
     )
     messages, listener = Console(stderr=True, highlight=False, soft_wrap=True), SignalListener()
     live = config["input"] == "-" and config["output"] == "-"
+    is_lines = is_text(config["input"], column_schema, data)
     at_a_time = ROWS_PER_BATCH
     if config["input"] != "-":
         at_a_time = estimator.rows_at_a_time(zero_observation(trained))
-    is_lines = is_text(config["input"], column_schema, data)
     warn = partial(messages.print, style="yellow", markup=False)
     running = FilterRun(
         estimator,

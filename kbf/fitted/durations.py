@@ -73,7 +73,12 @@ class Durations(NamedTuple):
         return elapsed > LARGEST_GAP * self.step
 
     def with_duration(
-        self, control: Tensor | None, named: int, elapsed: float | None, like: Tensor
+        self,
+        control: Tensor | None,
+        named: int,
+        elapsed: float | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor | None:
         """Return the control ``1 k`` of a move, with its duration at the end if that is a control.
 
@@ -83,12 +88,12 @@ class Durations(NamedTuple):
             control: ``1 k``, with or without a duration; None without controls.
             named: number of controls without the duration.
             elapsed: seconds of the move.
-            like: an example of type and device.
+            dtype, device: of the control.
         """
         if not self.as_control or self.step is None:
             return control
         taken = self.step if elapsed is None or self.is_gap(elapsed) else elapsed
-        last = like.new_full((1, 1), taken)
+        last = torch.full((1, 1), taken, dtype=dtype, device=device)
         return last if control is None else torch.cat([control[:, :named], last], 1)
 
 

@@ -99,7 +99,9 @@ def inputs_of(
             times[where.numpy()] = piece.times[keep].numpy()
     source = Source(names, times if np.isfinite(times).any() else None, index)
     schema = ColumnSchema.from_dict(settings["column_schema"])
-    last = in_schema_order(contents, schema).recordings[-1]
+    [last] = in_schema_order(
+        contents._replace(recordings=contents.recordings[-1:]), schema
+    ).recordings
     end = End(
         None if last.times is None else float(last.times[-1]),
         None if last.controls is None else last.controls[-1].tolist(),
@@ -121,13 +123,11 @@ def following(piece: Observations, end: End, settings: dict[str, Any]) -> tuple[
     moves = 1
     if step is not None and end.time is not None and piece.times is not None:
         elapsed = float(piece.times[0]) - end.time
-        if elapsed <= 0:  # another clock
-            return piece._replace(controls=u), moves
         if elapsed > LARGEST_GAP * step:
             moves = 0
-        elif timed and u is not None:
+        elif timed and u is not None and elapsed > 0:
             u[0, -1] = elapsed
-        elif elapsed > 1.5 * step:
+        elif not timed and elapsed > 1.5 * step:
             moves = moves_in(elapsed, step)
     return piece._replace(controls=u), moves
 

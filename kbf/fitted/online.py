@@ -114,7 +114,6 @@ class OnlineFilter:
         self._fitted = fitted
         self._device = trained.module.device
         self._dtype = trained.module.input_dtype
-        self._like = torch.empty(0, dtype=self._dtype, device=self._device)
         self._estimator = OnlineEstimator(
             trained,
             fitted.schema,
@@ -135,8 +134,9 @@ class OnlineFilter:
         self._compared: list[tuple[Tensor | None, Tensor | None]] = []
         data = trained.module.config.get("data") or {}
         self._durations = Durations(fitted.time_step, bool(data.get("time_as_control")))
-        self._missing = data.get("missing") if data.get("column_schema") else None
-        self._codes = codes_by_column(self._missing, fitted.schema.columns("observations"))
+        codes = data.get("missing") if data.get("column_schema") else None
+        self._codes = codes_by_column(codes, fitted.schema.columns("observations"))
+        self._control_codes = codes_by_column(codes, list(fitted.schema.controls))
         if state is not None:
             self._load(state)
 
@@ -181,7 +181,7 @@ class OnlineFilter:
         """The inputs of a step that is some seconds after the last one."""
         times, named = self._durations, len(self._fitted.schema.controls)
         return inputs._replace(
-            control=times.with_duration(inputs.control, named, elapsed, self._like),
+            control=times.with_duration(inputs.control, named, elapsed, self._dtype, self._device),
             moves=times.moves(elapsed),
             gap=times.is_gap(elapsed),
         )
@@ -379,7 +379,7 @@ class OnlineFilter:
             needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
             raise DataError(f"this filter {needs}")
         values = numbers_of(control, names, "controls", missing=False)
-        check_controls(values, names, self._missing)
+        check_controls(values, names, self._control_codes)
         return torch.from_numpy(values[None]).to(self._device, self._dtype)
 
 

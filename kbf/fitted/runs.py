@@ -1,6 +1,6 @@
 """Runs of a trained filter through recordings: estimates, log likelihoods, predictions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,16 +138,17 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
             f"controls must be {(horizon, width)}, one row for each step that is forecast; "
             f"got {got}"
         )
-    check_controls(values, names, data.get("missing") if data.get("column_schema") else None)
+    codes = codes_by_column(data.get("missing") if data.get("column_schema") else None, names)
+    check_controls(values, names, codes)
     return torch.from_numpy(values)[None].to(trained.module.device, trained.module.input_dtype)
 
 
-def check_controls(values: np.ndarray, names: list[str], missing: Any) -> None:
-    """Raise a DataError for controls ``... k`` that are missing: NaN, or a code of ``missing``."""
-    for name, column, codes in zip(
-        names, np.atleast_2d(values).T, codes_by_column(missing, names), strict=False
-    ):
-        if bool((~np.isfinite(column) | np.isin(column, codes)).any()):
+def check_controls(
+    values: np.ndarray, names: list[str], codes: Sequence[Sequence[int | float]]
+) -> None:
+    """Raise a DataError for controls ``... k`` that are missing: NaN, or one of their codes."""
+    for name, column, own in zip(names, np.atleast_2d(values).T, codes, strict=False):
+        if bool((~np.isfinite(column) | np.isin(column, own)).any()):
             raise DataError(f"the control {name} is missing; a filter requires all controls")
 
 
