@@ -78,6 +78,7 @@ _HOME = {
     "KernelMonteCarlo": "kbf.filters.kernel_monte_carlo.model",
     "BackpropKF": "kbf.filters.neural.backprop_kf",
     "DPF": "kbf.filters.neural.dpf",
+    "FittedGRU": "kbf.filters.neural.gru_ensemble",
     "GRUFilter": "kbf.filters.neural.gru",
     "GRUImages": "kbf.filters.neural.gru",
     "RKNFilter": "kbf.filters.neural.rkn",

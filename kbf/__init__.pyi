@@ -72,6 +72,7 @@ from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo as KernelMonte
 from kbf.filters.neural.backprop_kf import BackpropKF as BackpropKF
 from kbf.filters.neural.dpf import DPF as DPF
 from kbf.filters.neural.gru import GRUFilter as GRUFilter, GRUImages as GRUImages
+from kbf.filters.neural.gru_ensemble import FittedGRU as FittedGRU
 from kbf.filters.neural.kalmannet import KalmanNet as KalmanNet
 from kbf.filters.neural.lstm import LSTMFilter as LSTMFilter
 from kbf.filters.neural.mamba import MambaFilter as MambaFilter
@@ -144,6 +145,7 @@ __all__ = [
     "FilterTraining",
     "FitError",
     "FittedFilter",
+    "FittedGRU",
     "Fork",
     "FrameRegression",
     "GRUFilter",

@@ -39,6 +39,7 @@ MODELS = {
     "lstm": "`lstm`",
     "lstm_feedback": "`lstm_feedback`",
     "gru": "`gru`",
+    "gru_ensemble": "`gru_ensemble`",
     "mamba": "`mamba`",
 }
 """Models that are learned from recordings of numbers, and their names in the table."""

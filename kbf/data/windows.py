@@ -168,6 +168,16 @@ def without(recordings: list[Recording], spans: list[Span]) -> list[Recording]:
     return left
 
 
+def common_length(lengths: list[int]) -> int:
+    """Returns the largest length such that half of all steps are in recordings as long as that.
+
+    >>> common_length([5, 40, 50, 60])
+    50
+    """
+    steps = itertools.accumulate(ordered := sorted(lengths, reverse=True))
+    return next(n for n, total in zip(ordered, steps, strict=True) if 2 * total >= sum(lengths))
+
+
 def windows(spans: list[Span], length: int, stride: int = 1) -> list[Span]:
     """Returns all windows of ``length`` steps inside the spans, ``stride`` steps apart."""
     return [

@@ -36,6 +36,7 @@ REGISTERED: dict[str, tuple[str, ...]] = {
         "kbf.PixelParticleFilter",
         "kbf.FrameRegression",
         "kbf.UKF",
+        "kbf.FittedGRU",
         "kbf.WindowBoosting",
         "kbf.MeanModel",
         "kbf.WindowRidge",

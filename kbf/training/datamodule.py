@@ -8,7 +8,7 @@ import lightning
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from kbf.data.windows import Span, folds, hold_out, stack, windows, without
+from kbf.data.windows import Span, common_length, folds, hold_out, stack, windows, without
 from kbf.fitted.settings import Training
 from kbf.recording import Recording, pad
 
@@ -142,13 +142,15 @@ class FilterDataModule(lightning.LightningDataModule):
         )
         lengths = [len(r.states) for r in self.fit]
         self.folds: list[list[Span]] = folds(lengths, training.folds)
+        # Windows do not cross recordings; those of several short ones are as long as they are.
+        shortest = common_length(lengths) if len(lengths) > 1 else training.window
+        width = min(training.window, shortest)
         self.chunks: list[list[Span]] = [
-            windows(spans, training.window, training.stride) for spans in self.folds
+            windows(spans, width, training.stride) for spans in self.folds
         ]
-        if training.window <= training.burn_in:
+        if width <= training.burn_in:
             raise ValueError(
-                f"a window of {training.window} steps leaves nothing after a burn-in of "
-                f"{training.burn_in}"
+                f"a window of {width} steps leaves nothing after a burn-in of {training.burn_in}"
             )
         if not any(self.chunks):
             longest = max(span.stop - span.start for spans in self.folds for span in spans)

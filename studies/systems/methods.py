@@ -20,13 +20,14 @@ METHODS: dict[str, dict[str, Any]] = {
             "window_ridge",
             "kalman",
             "kalman_velocity",
-            "window_boosting",
-            "gru",
             "kernel_monte_carlo",
             "particle_learned",
             "ukf_learned",
         )
     },
+    # Slow to fit; they keep their own covariances instead of calibrated ones.
+    "window_boosting": {"model": "window_boosting", "calibrate": False},
+    "gru": {"model": "gru_ensemble", "calibrate": False},
 }
 # Methods that any user has without this library.
 BASELINES = ("mean", "window_ridge", "kalman", "kalman_velocity", "window_boosting", "gru")

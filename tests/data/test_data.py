@@ -171,6 +171,14 @@ def test_a_window_is_never_in_the_memory_that_filters_it():
     assert task.windows.states.flatten().tolist() == list(range(48, 60))
 
 
+def test_windows_of_several_short_recordings_are_as_long_as_they_are():
+    short = [counted(10, 10 * k) for k in range(5)]
+    module = FilterDataModule(short, Training(1, 0.1, folds=1, window=20, validation=0.2), seed=0)
+    assert {each.windows.states.shape[1] for each in module.train_dataloader()} == {10}
+    with pytest.raises(ValueError, match="a window of 10 steps leaves nothing after a burn-in of"):
+        FilterDataModule(short, Training(1, 0.1, folds=1, window=20, burn_in=10), seed=0)
+
+
 @pytest.mark.parametrize(
     ("training", "message"),
     [

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from kbf.data.windows import Span, first_steps, folds, stack, take, without
+from kbf.data.windows import Span, common_length, first_steps, folds, stack, take, without
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.neural.gru import GRUFilter
 from kbf.filters.neural.mamba import MambaFilter
@@ -221,9 +221,7 @@ def random_windows(
     A window has ``most`` steps, or as many as recordings with half of all steps have.
     """
     lengths = torch.tensor([len(s.states) for s in sequences])
-    order = lengths.argsort(descending=True)
-    half = int((lengths[order].cumsum(0) * 2 >= lengths.sum()).int().argmax())
-    width = min(most, int(lengths[order][half]))
+    width = min(most, common_length(lengths.tolist()))
     starts = (lengths - width + 1).clamp_min(0)
     for _ in range(count):
         chosen = torch.multinomial(
