@@ -294,6 +294,8 @@ def differ(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """``b``, whether two states differ by more than rounding in any leaf, or hold NaN."""
     near = []
     for u, v in zip(a, b, strict=True):
+        if u.numel() == 0:
+            continue
         unit = torch.finfo(u.dtype).eps if u.is_floating_point() else 0
         gap, size = (x.abs().reshape(len(x), -1).amax(1) for x in (u - v, v))
         near.append(gap <= ROUNDING * unit * size)

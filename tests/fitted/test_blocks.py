@@ -102,3 +102,32 @@ def test_a_filter_that_draws_runs_row_by_row(trained):
     states, _ = estimator.advance(path(600))
     assert estimator.in_blocks is False and len(states[0]) == 600
     assert estimator.rows_at_a_time(torch.zeros(1, 2)) < 600
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("mean", "kalman", "kalman_velocity", "window_ridge", "window_boosting", "frame"),
+        *("kbf_paper", "ukf_learned", "lstm", "lstm_feedback", "gru", "gru_ensemble", "mamba"),
+    ],
+)
+def test_every_model_filters_long_recordings_as_row_by_row(model):
+    start = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    r = simulate(rotation(), start, 900, torch.Generator().manual_seed(2))
+    z, x = r.states[0].numpy(), r.obs[0].numpy()
+    training = {"epochs": 2} if model in ("lstm", "lstm_feedback", "gru", "mamba") else None
+    fitted = kbf.fit(
+        states=z[:200],
+        observations=x[:200],
+        model=model,
+        training=training,
+        calibrate=False,
+        progress=False,
+    )
+    rows = [StepInputs(each[None]) for each in torch.from_numpy(x[200:]).float()]
+    (_, state, alarms), (_, wanted, wanted_alarms) = both_ways(fitted.trained, rows)
+    filter = fitted.trained.filter
+    with torch.no_grad():
+        gap = (filter.estimate(state) - filter.estimate(wanted)).abs()
+    assert len(gap) == len(rows) and gap.max() < 1e-3
+    assert alarms == wanted_alarms
