@@ -6,10 +6,10 @@ are compared in the order of their cost, so that a budget leaves out the slowest
 
 1. `PLAIN`: the mean, Kalman filters of linear models, ridge regression on a window. They take
    seconds and are compared whatever the budget.
-2. `LEARNED`, filters of a learned state-space model, from `MIN_STEPS_FOR_MORE` steps on.
-3. The main model.
-4. `PUBLISHED`, the published filter over the recording itself, up to `MIN_STEPS_OF_LARGE_DATA`
+2. `PUBLISHED`, the published filter over the recording itself, up to `MIN_STEPS_OF_LARGE_DATA`
    steps; it assumes no form of the conditional densities.
+3. `LEARNED`, filters of a learned state-space model, from `MIN_STEPS_FOR_MORE` steps on.
+4. The main model.
 5. `SLOW`: boosted trees on a window and networks, each from `MIN_STEPS_FOR_SLOW` steps on.
 
 The candidate with the least error is selected. The leading model is kept unless this candidate is
@@ -276,9 +276,9 @@ class ModelSelection(nn.Module):
         published = not large and self.main_name not in PUBLISHED and not self.allow_missing_sensors
         return [
             *PLAIN,
+            *(PUBLISHED if published else ()),
             *(sorted(LEARNED, key=COSTLIEST.__eq__) if total >= MIN_STEPS_FOR_MORE else ()),
             self.main_name,
-            *(PUBLISHED if published else ()),
             *(name for name in SLOW if total >= MIN_STEPS_FOR_SLOW[name]),
         ]
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +139,8 @@ class Search:
         running: models that have been run through the first part, by name.
         found: results by name, of models that could be run through all parts.
         rows: results of all candidates, in the order in which they were finished.
+        waiting: attempts that are made once the best models are finished: until then the time that
+            is left is reserved for these.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Search:
         self.running: dict[str, Attempt] = {}
         self.found: dict[str, Trial] = {}
         self.rows: list[Row] = []
+        self.waiting: list[Callable[[], None]] = []
 
     def attempt(
         self,
@@ -183,11 +187,16 @@ class Search:
             share: of the time that is left and not reserved (`reserved`), after which the budget
                 stops the model.
         """
+        reserved, began = self.reserved(), time.perf_counter()
+        model = Attempt(fit, run or run_blocks, timed)
+        left = self.end(model) - began
+        if reserved > left > 0 and self.best_timed():
+            again = partial(self.attempt, name, fit, prepare=prepare, timed=timed, run=run)
+            self.waiting.append(again)
+            return
         log.info("held out: %s, fold 1 of %d", name, len(self.parts))
-        reserved = self.reserved()
-        model = self.running[name] = Attempt(fit, run or run_blocks, timed)
-        began = time.perf_counter()
-        model.end = began + share * (self.end(model) - reserved - began)
+        self.running[name] = model
+        model.end = began + share * (left - reserved)
         with self.within_budget(name):
             if began > self.end(model):
                 raise FitError(f"not started: the budget of {self.budget:g} s is spent")
@@ -203,7 +212,8 @@ class Search:
         """Run the best models through the other parts, the best one on the first part first.
 
         There are fewer parts, but at least `MIN_PARTS` or one of `STEPS_OF_ENOUGH`, if the time
-        that is left is too short for the best ones that the budget may stop.
+        that is left is too short for the best ones that the budget may stop. In the time that they
+        leave, the models that are `waiting` are attempted and finished in the same way.
 
         Args:
             most: number of models; None for all.
@@ -214,8 +224,11 @@ class Search:
         order = sorted(self.running, key=lambda name: self.running[name].first)
         best = {*order[:most], *always}
         least = min((model.first for model in self.running.values()), default=torch.inf)
-        self.parts = self.parts[: self.affordable_parts()]
+        if not self.found:
+            self.parts = self.parts[: self.affordable_parts()]
         for name in order:
+            if name in self.found:
+                continue
             model = self.running[name]
             hopeless = most is not None and model.first > HOPELESS * least
             with self.within_budget(name):
@@ -231,6 +244,11 @@ class Search:
                 self.found[name] = model.trial(self.scale)
             if name in self.found:
                 self.record(name, model, "")
+        if self.waiting:
+            waiting, self.waiting = self.waiting, []
+            for attempt in waiting:
+                attempt()
+            self.finish(most, always)
 
     @contextmanager
     def within_budget(self, name: str) -> Iterator[None]:
@@ -260,13 +278,20 @@ class Search:
         return model.seconds_of_first * len(self.parts)
 
     def best_timed(self) -> list[Attempt]:
-        """The best models on the first part among those that the budget may stop."""
-        timed = [model for model in self.running.values() if model.timed]
+        """The best models on the first part among those that the budget may stop.
+
+        Models that are finished are not among them.
+        """
+        timed = [m for name, m in self.running.items() if m.timed and name not in self.found]
         return sorted(timed, key=lambda model: model.first)[:RESERVED_MODELS]
 
     def reserved(self) -> float:
-        """Seconds that are kept for `best_timed`."""
-        return sum((RESERVED_TIME * self.needed(model) for model in self.best_timed()), 0.0)
+        """Seconds that are kept for `best_timed`, and for the last fit of the best finished one."""
+        needed = sum(self.needed(model) for model in self.best_timed())
+        if self.found:
+            best = min(self.found, key=lambda name: float(self.found[name].scores.mean()))
+            needed += self.running[best].seconds_of_first
+        return RESERVED_TIME * needed
 
     def affordable_parts(self) -> int:
         """The number of parts that `best_timed` can be run through within the budget.

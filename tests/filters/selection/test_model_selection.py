@@ -694,6 +694,19 @@ def test_time_is_reserved_for_the_two_best_models():
     assert 0.5 * 48 < left < 0.5 * 50, "half of 100 s less 50 s"
 
 
+def test_a_model_without_unreserved_time_waits_until_the_best_ones_are_finished():
+    """Eight of ten seconds are what the best one needs, twice which is reserved; it takes none."""
+    parts: Any = [([recording(60)], [recording(60)])] * 2
+    search = Search(parts, torch.ones(2, dtype=F64), budget=10.0 / SHARE_OF_SEARCH)
+    search.attempt("best", LearnedKalman().fit)
+    search.running["best"].seconds_of_first = 4.0
+    search.attempt("next", LearnedKalman().fit, share=0.5)
+    assert "next" not in search.running and not search.rows
+    search.finish()
+    assert [row.model for row in search.rows] == ["best", "next"] and not search.waiting
+    assert torch.equal(search.found["next"].scores, search.found["best"].scores)
+
+
 def test_parts_are_left_out_where_the_best_model_lacks_the_time():
     def affordable(
         *seconds: float, budget: float | None = 100.0 / SHARE_OF_SEARCH, steps: int = 0
