@@ -57,7 +57,7 @@ def choose(
             recipe = Recipe(candidate, folder, data.extent, trust, require)
             with shown_progress(f"model=auto: candidate {k} of {count}", shown):
                 search.attempt(name, recipe.fit, timed=bool(search.running), run=recipe.run)
-    search.finish()
+        search.finish()
     rows = search.table()
     if rows[0].nmse is None:
         reasons = "; ".join(f"{row.model}: {row.note}" for row in rows)

@@ -170,13 +170,13 @@ def sample_paths(
     of the drawn z_{t+1}. It costs as much as smoothing a batch of n recordings.
 
     Args:
-        filter: one with a ``smoother()``, and no stacking ensemble.
+        filter: one with a ``smoother()``, and no average of several.
         obs: ``1 T *x``. mask: ``1 T``. controls: ``1 T k``. As for `smooth`.
         n: number of paths.
         generator: of the draws.
 
     Raises:
-        ValueError: a filter without a smoother, an ensemble, or as `kbf.filters.rollout.rollout`.
+        ValueError: a filter without a smoother, an average, or as `kbf.filters.rollout.rollout`.
 
     References: Carter and Kohn (1994); Godsill, Doucet and West (2004) for particles.
     """
@@ -227,7 +227,10 @@ def drawn(state: Any, generator: Generator | None = None) -> Any:
         return state._replace(mean=mean, cov=torch.zeros_like(state.cov))
     name = "log_weights" if hasattr(state, "log_weights") else "weights"
     if (weights := getattr(state, name, None)) is None:
-        raise ValueError("a stacking ensemble has no paths: fit a single model, as model='kalman'")
+        raise ValueError(
+            "an average of several models has no paths: select a single one by "
+            "require=['smooth'], or name it, as in model='kalman'"
+        )
     positive = weights.exp() if name == "log_weights" else weights.clamp_min(0)
     pick = torch.multinomial(positive.cpu(), 1, generator=generator).to(positive.device)
     if hasattr(state, "particles"):  # the others are not required

@@ -135,7 +135,7 @@ def why_selected(module: FittedModel) -> str:
     known = {key: float(nmse) for key, nmse, *_ in compared_by(module) if nmse is not None}
     if known:
         used = net.used() if isinstance(net, ModelSelection) else [name]
-        return sentence_of_selection(used, {k: v for k, v in known.items() if k != "stack"})
+        return sentence_of_selection(used, known)
     return f"{name} is the filter; no other one was compared with it."
 
 
@@ -145,24 +145,26 @@ def sentence_of_selection(used: list[str], scores: dict[str, float]) -> str:
     >>> sentence_of_selection(["kalman"], {"kalman": 0.02, "mean": 1.0})
     'kalman has the least held-out NMSE, 0.02; that of the next of 2 candidates, mean, is 1.'
     """
-    others = sorted((score, key) for key, score in scores.items() if key not in used)
+    alone = {key: score for key, score in scores.items() if key != "average"}
+    if len(used) > 1 and "average" in scores:
+        least, first = min((score, key) for key, score in alone.items())
+        return (
+            f"the average of {' and '.join(used)} has the held-out NMSE {scores['average']:.3g}; "
+            f"the best of {len(alone)} candidates alone, {first}, has {least:.3g}."
+        )
+    others = sorted((score, key) for key, score in alone.items() if key not in used)
     if not others:
         return f"{' + '.join(used)} is the only filter that could be compared."
     best, other = others[0]
-    if len(used) > 1:
-        return (
-            f"the ensemble of {' and '.join(used)} has a smaller held-out error than each of "
-            f"{len(scores)} candidates alone."
-        )
     own = scores.get(used[0])
     if own is None:
         return f"{used[0]} is the filter; it was not compared."
     if own <= best:
         return (
             f"{used[0]} has the least held-out NMSE, {own:.3g}; that of the next of "
-            f"{len(scores)} candidates, {other}, is {best:.3g}."
+            f"{len(alone)} candidates, {other}, is {best:.3g}."
         )
     return (
         f"{used[0]} was kept with a held-out NMSE of {own:.3g}: {other}, with {best:.3g}, is not "
-        f"better by more than chance among {len(scores)} candidates."
+        f"better by more than chance among {len(alone)} candidates."
     )

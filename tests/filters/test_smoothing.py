@@ -179,7 +179,7 @@ def test_an_ensemble_has_no_paths():
     members = {name: KalmanFilter(linear()) for name in "ab"}
     half, spreads = torch.full((2, 2), 0.5, dtype=F64), torch.eye(2, dtype=F64).expand(2, 2, 2)
     both = EnsembleFilter(members, half, spreads)
-    with pytest.raises(ValueError, match="a stacking ensemble has no paths"):
+    with pytest.raises(ValueError, match="an average of several models has no paths"):
         sample_paths(both, draw(linear(), 1, 3).obs, 2)
 
 

@@ -63,7 +63,7 @@ def score_test_part(trained: Trained, data: Data, floor: Score | None, seed: int
 def selected_filter(trained: Trained) -> str:
     """Return the name of the filter that is used: the model's, or what model selection chose.
 
-    A stacking ensemble is the names of its members, joined by " + ".
+    An average is the names of its members, joined by " + ".
     """
     net = trained.module.net
     if isinstance(net, ModelSelection) and net.used() != [net.main_name]:

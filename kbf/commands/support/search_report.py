@@ -117,17 +117,7 @@ def print_candidates(candidates: Candidates) -> None:
         table.add_row(*map(escape, cells_of(candidate)))
     print_table(table, lead=2)
     selected = ", ".join(c["candidate"] for c in candidates if c["weight"] is not None)
-    how = "selected by held-out error"
-    if was_kept(candidates):
-        how = "kept, since no other is significantly better"
-    console.print(f"{how}: [bold]{escape(selected)}[/]", highlight=False)
-
-
-def was_kept(candidates: Candidates) -> bool:
-    """Return whether the selected candidate is not the best, but none was significantly better."""
-    selected = [c["nmse"] for c in candidates if c["weight"] is not None]
-    others = [c["nmse"] for c in candidates if c["nmse"] is not None and c["candidate"] != "stack"]
-    return len(selected) == 1 and selected[0] is not None and selected[0] > min(others)
+    console.print(f"selected by held-out error: [bold]{escape(selected)}[/]", highlight=False)
 
 
 def write(directory: Path, candidates: Candidates) -> None:

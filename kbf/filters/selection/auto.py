@@ -12,14 +12,8 @@ are compared in the order of their cost, so that a budget leaves out the slowest
 4. The main model.
 5. `SLOW`: boosted trees on a window and networks, each from `MIN_STEPS_FOR_SLOW` steps on.
 
-The candidate with the least error is selected. The leading model is kept unless this candidate is
-better by `MIN_STD_ERRORS` standard errors over blocks. It is the main model; with controls the
-kernel Monte Carlo filter: a fixed memory is re-weighted for every control, which is slow, and
-resolves the next state only to the spacing of its points, whereas particles move with the belief.
-The selected model is then compared with the stacking ensemble of the best ones
-(`kbf.filters.selection.stacking`), scored on blocks that its weights are not fitted to; it is
-selected if its error is below (1 - `MIN_GAIN_OF_STACK`) times that of the selected model, by one
-standard error.
+The candidate with the least error is selected, or the average of the best ones
+(`kbf.filters.selection.averaging`) if its error is smaller.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -51,17 +45,16 @@ from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter, RatioModel
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
+from kbf.filters.selection.averaging import averaged
 from kbf.filters.selection.cross_validation import (
     Part,
     Row,
     Search,
     deviation,
-    significantly_better,
 )
 from kbf.filters.selection.drift import last_steps, newest
 from kbf.filters.selection.ratio_mean import RatioMean
 from kbf.filters.selection.requirements import REQUIREMENTS, fit_meeting
-from kbf.filters.selection.stacking import stacked
 from kbf.recording import Recording, as_recordings
 from kbf.runtime.errors import FitError
 
@@ -104,23 +97,16 @@ MIN_STEPS_FOR_MORE = 200
 MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
 # Steps above which only every third fold is held out: fits are slow, and blocks are many.
 MIN_STEPS_OF_LARGE_DATA = 2000
-# Standard errors by which a candidate must be better than the main model.
-MIN_STD_ERRORS = 1.5
-# Share of the error by which an ensemble must be better: its steps take longer, and it may have no
-# smoother.
-MIN_GAIN_OF_STACK = 0.1
 # Share of the time that is left which a candidate may take, the last two all of it.
 SHARE_OF_TIME = 0.75
 
-# Models that are compared on all folds; the others are left out after the first one. Baselines and
-# the leading model are compared in addition.
+# Models that are compared on all folds; the others are left out after the first one. Baselines are
+# compared in addition.
 MAX_FINALISTS = 4
-# Models of an ensemble; of more, the best ones. Its steps take as long as those of all members.
-MAX_MEMBERS = 4
 
 
 class ModelSelection(nn.Module):
-    """Selects a main model, one of its competitors, or their stacking ensemble.
+    """Selects a main model, one of its competitors, or an average of the best ones.
 
     Before `prepare`, and with too little data, it is the main model.
 
@@ -158,8 +144,8 @@ class ModelSelection(nn.Module):
                 other than `PLAIN` are stopped when the search ends, and one that would take
                 longer, by its first fold, is stopped early. The main model is no exception.
             require: what candidates must meet
-                (`kbf.filters.selection.requirements.REQUIREMENTS`). An ensemble has no
-                smoother.
+                (`kbf.filters.selection.requirements.REQUIREMENTS`). An average has no
+                paths (`kbf.filters.smoothing.sample_paths`).
             held: whether exact repeats of readings are missing readings: True for those of all
                 sensors, False for none, auto for those that `kbf.filters.held.held_sensors` finds.
 
@@ -253,10 +239,8 @@ class ModelSelection(nn.Module):
                     timed=name not in PLAIN,
                     share=1.0 if len(names) - k <= 2 else SHARE_OF_TIME,
                 )
-            search.finish(MAX_FINALISTS, [leading])
+            search.finish(MAX_FINALISTS)
 
-        moves = recordings[0].controls is not None or self.ratio_dim > 0
-        leading = MOVING if moves and MOVING in suitable else self.main_name
         if self.ratio_dim:
             attempt([MOVING])
         if not search.found:
@@ -264,7 +248,7 @@ class ModelSelection(nn.Module):
         if not search.found:
             main.prepare(memory, generator)
             return
-        self.select(search, leading)
+        self.select(search)
         selected = self.filters_of({name: each.filters for name, each in search.found.items()})
         pairs = zip(selected, search.parts, strict=True)
         self.held_out_filters = [(filter, fold) for filter, (_, fold) in pairs]
@@ -325,26 +309,17 @@ class ModelSelection(nn.Module):
         """The steps of ``memory`` that are trained on."""
         return last_steps(memory, int(self.newest))
 
-    def select(self, search: Search, leading: str) -> None:
-        """Set weights, scores and covariances of errors from the results of a search.
-
-        Args:
-            search: the results.
-            leading: the model that is kept unless another is better by `MIN_STD_ERRORS`.
-        """
+    def select(self, search: Search) -> None:
+        """Set weights, scores and covariances of errors from the results of a search."""
         names, found, scale = list(self.models), search.found, search.scale
-        best = min(found, key=lambda name: float(found[name].scores.mean()))
-        if leading in found and not significantly_better(
-            found[leading].scores - found[best].scores, MIN_STD_ERRORS
-        ):
-            best = leading
+        # Of equal ones the main model.
+        best = min(found, key=lambda k: (float(found[k].scores.mean()), k != self.main_name))
         weights = {best: torch.ones_like(scale)}
-        if min(len(found), len(search.parts)) > 1 and "smooth" not in self.require:
-            members = sorted(found, key=lambda name: float(found[name].scores.mean()))[:MAX_MEMBERS]
-            stacking, scores = stacked([found[name] for name in members], scale)
-            search.rows.append(Row("stack", float(scores.mean()), deviation(scores), 0.0, ""))
-            if significantly_better((1 - MIN_GAIN_OF_STACK) * found[best].scores - scores, 1.0):
-                weights = dict(zip(members, stacking, strict=True))
+        if len(found) > 1 and "smooth" not in self.require:
+            shares, scores = averaged(found, scale)
+            search.rows.append(Row("average", float(scores.mean()), deviation(scores), 0.0, ""))
+            if float(scores.mean()) < float(found[best].scores.mean()):
+                weights = shares
         self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
         none = torch.zeros_like(scale.diag())

@@ -208,7 +208,7 @@ class Search:
             model.first = mean_nmse(model.residuals, self.scale)
             model.end = torch.inf  # other parts may take the rest of the budget
 
-    def finish(self, most: int | None = None, always: Iterable[str] = ()) -> None:
+    def finish(self, most: int | None = None) -> None:
         """Run the best models through the other parts, the best one on the first part first.
 
         There are fewer parts, but at least `MIN_PARTS` or one of `STEPS_OF_ENOUGH`, if the time
@@ -216,13 +216,11 @@ class Search:
         leave, the models that are `waiting` are attempted and finished in the same way.
 
         Args:
-            most: number of models; None for all.
-            always: names of models that belong to them in any case. A model with more than
-                `HOPELESS` times the least error on the first part belongs to them only if the
-                budget may not stop it.
+            most: number of models; None for all. A model with more than `HOPELESS` times the
+                least error on the first part belongs to them only if the budget may not stop it.
         """
         order = sorted(self.running, key=lambda name: self.running[name].first)
-        best = {*order[:most], *always}
+        best = order[:most]
         least = min((model.first for model in self.running.values()), default=torch.inf)
         if not self.found:
             self.parts = self.parts[: self.affordable_parts()]
@@ -248,7 +246,7 @@ class Search:
             waiting, self.waiting = self.waiting, []
             for attempt in waiting:
                 attempt()
-            self.finish(most, always)
+            self.finish(most)
 
     @contextmanager
     def within_budget(self, name: str) -> Iterator[None]:
