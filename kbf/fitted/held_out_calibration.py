@@ -38,6 +38,7 @@ from kbf.fitted.held_out_runs import (
     Held,
     Run,
     collected,
+    end_of_budget,
     forecast_runs,
     held_out,
     keeps_no_memory,
@@ -214,7 +215,8 @@ def learn(
     dtype = module.input_dtype if validation else module.model_dtype
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     ahead: list[HeldOutForecasts | None] = []
-    run = run_through(held, seed=seed, dtype=dtype, device=module.device, ahead=ahead)
+    until = end_of_budget(module)
+    run = run_through(held, seed=seed, dtype=dtype, device=module.device, ahead=ahead, until=until)
     constant = run.covariances is None
     if constant:
         run, calibration, kept = with_constant_covariance(run)

@@ -4,6 +4,7 @@ While a filter runs through recordings that it has not been fitted to, some of i
 are kept. Each is moved on without observations, and compared with the states of those steps.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -73,13 +74,25 @@ class Origins:
             self.groups.append([])
             self.step = 0
         elif self.step % self.stride == 0:
-            few = predicted
-            if isinstance(predicted, ParticleState):
-                generator = Generator(predicted.particles.device).manual_seed(self.step)
-                few = ParticleState(*thinned(*predicted, generator))
-            self.groups[-1].append((self.step, few))
+            self.groups[-1].append((self.step, with_few_particles(predicted, self.step)))
         self.step += 1
         return self.watch(filter, predicted, obs, last=last, mask=mask)
+
+
+def with_few_particles(state: Any, seed: int) -> Any:
+    """Return a state whose particles are `kbf.filters.particle.bootstrap.thinned`.
+
+    They are those of a particle filter, alone, behind a wrapper or as a member of an average.
+    """
+    for prefix in [name.removesuffix("log_weights") for name in state._fields]:
+        if not (prefix + "log_weights" in state._fields and prefix + "particles" in state._fields):
+            continue
+        particles, logs = (getattr(state, prefix + leaf) for leaf in ParticleState._fields)
+        generator = Generator(particles.device).manual_seed(seed)
+        few = thinned(particles, logs, generator)
+        leaves = zip(ParticleState._fields, few, strict=True)
+        state = state._replace(**{prefix + leaf: value for leaf, value in leaves})
+    return state
 
 
 @torch.no_grad()
@@ -88,6 +101,7 @@ def forecasts(
     recordings: list[Recording],
     origins: Origins,
     *,
+    most: float = math.inf,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
@@ -97,12 +111,14 @@ def forecasts(
     Args:
         filter, recordings: of the run.
         origins: what it has kept.
+        most: number of origins; of more, evenly spaced ones.
         seed, dtype, device: as of `kbf.evaluation.score.score`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     parts, first = [], 0
     for kept in origins.groups:
         size = len(kept[0][1][0]) if kept else 1
+        kept = kept[:: max(1, math.ceil(len(kept) * len(recordings) / most))]
         group, first = pad(recordings[first : first + size]), first + size
         for steps, state in batches(kept, size):
             parts.append(moved_on(filter, state, steps, group, generator, dtype, device))

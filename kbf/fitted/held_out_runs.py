@@ -134,10 +134,14 @@ def never_learned_from(module: FittedModel) -> Held:
     memory, how = module.memory.sequences(), module.how
     if how is not None and how.validation > 0 and keeps_no_memory(module):
         return [(module.net.eval(), hold_out(memory, how.validation)[1])]
-    compared = isinstance(module.net, ModelSelection) and module.net.held_out_filters
-    until = module.net.until if compared else math.inf
     how: Any = {"dtype": module.model_dtype, "device": module.device}
-    return held_out(module.net, memory, until=until, **how)
+    return held_out(module.net, memory, until=end_of_budget(module), **how)
+
+
+def end_of_budget(module: FittedModel) -> float:
+    """Return the end of the budget (a `time.perf_counter`); infinite without one."""
+    compared = isinstance(module.net, ModelSelection) and module.net.held_out_filters
+    return module.net.until if compared else math.inf
 
 
 def keeps_no_memory(module: FittedModel) -> bool:
@@ -152,6 +156,7 @@ def run_through(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
     ahead: list[HeldOutForecasts | None] | None = None,
+    until: float = math.inf,
 ) -> Run:
     """Run each filter through its recordings.
 
@@ -159,6 +164,8 @@ def run_through(
         held: the filters and their recordings.
         seed, dtype, device: as of `kbf.evaluation.score.score`.
         ahead: a list to which forecasts of each filter are appended.
+        until: a `time.perf_counter`. Forecasts of each filter take half of the time that is left
+            until then, or as long as its run through the recordings.
     """
     how: Any = {"seed": seed, "dtype": dtype, "device": device}
 
@@ -166,9 +173,16 @@ def run_through(
         for filter, recordings in held:
             origins = Origins(watch_innovation, recordings)
             watch = watch_innovation if ahead is None else origins
-            yield recordings, score(filter, recordings, **how, covariances=True, watch=watch)
+            began = time.perf_counter()
+            found = score(filter, recordings, **how, covariances=True, watch=watch)
+            seconds = time.perf_counter() - began
+            yield recordings, found
             if ahead is not None:
-                ahead.append(forecasts(filter, recordings, origins, **how))
+                share = max(seconds, (until - time.perf_counter()) / 2) / seconds
+                steps = sum(len(s.states) for s in recordings)
+                least = MIN_ORIGINS // 4 if ahead else MIN_ORIGINS
+                most = max(least, share * steps / HORIZONS[-1])
+                ahead.append(forecasts(filter, recordings, origins, most=most, **how))
 
     return collected(scores())
 

@@ -62,7 +62,7 @@ class Summary:
 
     @property
     def model_name(self) -> str:
-        """The name of the selected model; those of an ensemble are joined by ``+``."""
+        """The name of the selected model; those of an average are joined by ``+``."""
         net: Any = self.trained.module.net
         if isinstance(net, ModelSelection):
             return "+".join(net.used())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,13 +11,22 @@ import torch
 
 import kbf
 from kbf.evaluation.calibration import Calibration, ForecastCalibration
+from kbf.filters.ensemble import EnsembleFilter
+from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.particle.bootstrap import (
     MAX_BACKWARD_PARTICLES,
     BootstrapFilter,
     ParticleState,
 )
-from kbf.fitted.held_out_forecasts import HORIZONS, MIN_STRIDE, Origins, forecasts
-from kbf.fitted.held_out_runs import watch_innovation
+from kbf.fitted.held_out_forecasts import (
+    HORIZONS,
+    MIN_STRIDE,
+    HeldOutForecasts,
+    Origins,
+    forecasts,
+    with_few_particles,
+)
+from kbf.fitted.held_out_runs import MIN_ORIGINS, run_through, watch_innovation
 from kbf.recording import Recording
 from kbf.ssm import rotation, simulate
 from scripts.make_arm import arm
@@ -174,3 +185,38 @@ def test_forecasts_of_particle_filters_are_those_of_some_particles():
         torch.testing.assert_close(
             filter.covariance(few)[0], C, rtol=0.4, atol=0.2 * float(C.max())
         )
+
+
+def test_particles_of_a_member_of_an_average_are_thinned():
+    """Its other leaves stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+    model, start = rotation(), torch.zeros(2, dtype=torch.float64)
+    states = simulate(model, start, 40, generator).states
+    particles = BootstrapFilter(model, states, 4 * MAX_BACKWARD_PARTICLES)
+    weights = torch.full((2, 2), 0.5, dtype=torch.float64)
+    kalman = LearnedKalman().fit(Recording(states, states))
+    average = EnsembleFilter(
+        {"kalman": kalman, "particles": particles}, weights, torch.zeros(2, 2, 2).double()
+    )
+    state = average.init(3, generator=generator)
+    few = with_few_particles(state, 0)
+    own, thin = (average.parts(each) for each in (state, few))
+    assert thin[1].particles.shape == (3, MAX_BACKWARD_PARTICLES, 2)
+    assert all(torch.equal(a, b) for a, b in zip(own[0], thin[0], strict=True))
+    gap = (average.estimate(few) - average.estimate(state)).abs()
+    assert 0 < gap.max() < 5 / MAX_BACKWARD_PARTICLES**0.5
+
+
+def test_forecasts_of_slow_filters_are_fewer_within_a_budget():
+    recording = simulate(
+        rotation(), torch.zeros(2, dtype=torch.float64), 900, torch.Generator().manual_seed(1)
+    )
+    filter = LearnedKalman().fit(recording)
+    counts = []
+    for until in (math.inf, 0.0):
+        ahead: list[HeldOutForecasts | None] = []
+        run_through([(filter, [recording])], ahead=ahead, until=until)
+        assert ahead[0] is not None
+        counts.append(ahead[0].means.shape[1])
+    assert counts[0] >= 90
+    assert MIN_ORIGINS <= counts[1] <= 900 / HORIZONS[-1]

@@ -1,4 +1,4 @@
-"""Model selection by blocked cross-validation: a main model, others, or an ensemble of them.
+"""Model selection by blocked cross-validation: a main model, others, or an average of them.
 
 `ModelSelection` fits a main model and its candidates to the recordings without a fold and runs them
 through the blocks of that fold; the best ones are compared on the other folds as well. Candidates
