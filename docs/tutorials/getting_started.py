@@ -44,7 +44,8 @@ arm
 # ## Which model was selected
 #
 # The default `model="kbf"` compares the kernel Bayes filter with baselines by blocked
-# cross-validation. A baseline that is significantly better becomes the filter.
+# cross-validation. The best model becomes the filter, or an average of the
+# three best.
 
 # %%
 arm.candidates

@@ -13,7 +13,7 @@ are compared in the order of their cost, so that a budget leaves out the slowest
 5. `SLOW`: boosted trees on a window and networks, each from `MIN_STEPS_FOR_SLOW` steps on.
 
 The candidate with the least error is selected, or the average of the best ones
-(`kbf.filters.selection.averaging`) if its error is smaller.
+(`kbf.filters.selection.averaging`) if its error is below (1 - `MIN_GAIN_OF_AVERAGE`) times that.
 
 With density ratios as observations (`kbf.densities.ratio`) the kernel Monte Carlo filter is
 selected unless it cannot be fitted. Only this filter uses ratios, the others use their means, and
@@ -97,6 +97,9 @@ MIN_STEPS_FOR_MORE = 200
 MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
 # Steps above which only every third fold is held out: fits are slow, and blocks are many.
 MIN_STEPS_OF_LARGE_DATA = 2000
+# Share of the error of the best candidate by which that of the average must be smaller: a step of
+# an average takes as long as those of all its members.
+MIN_GAIN_OF_AVERAGE = 0.03
 # Share of the time that is left which a candidate may take, the last two all of it.
 SHARE_OF_TIME = 0.75
 
@@ -318,7 +321,8 @@ class ModelSelection(nn.Module):
         if len(found) > 1 and "smooth" not in self.require:
             shares, scores = averaged(found, scale)
             search.rows.append(Row("average", float(scores.mean()), deviation(scores), 0.0, ""))
-            if float(scores.mean()) < float(found[best].scores.mean()):
+            enough = (1 - MIN_GAIN_OF_AVERAGE) * float(found[best].scores.mean())
+            if float(scores.mean()) < enough:
                 weights = shares
         self.weights = torch.stack([weights.get(name, torch.zeros_like(scale)) for name in names])
         left = {name: torch.cat(each.residuals) for name, each in found.items()}
