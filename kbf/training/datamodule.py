@@ -143,8 +143,8 @@ class FilterDataModule(lightning.LightningDataModule):
         lengths = [len(r.states) for r in self.fit]
         self.folds: list[list[Span]] = folds(lengths, training.folds)
         # Windows do not cross recordings; those of several short ones are as long as they are.
-        shortest = common_length(lengths) if len(lengths) > 1 else training.window
-        width = min(training.window, shortest)
+        common = common_length(lengths) if len(lengths) > 1 else training.window
+        width = min(training.window, common)
         self.chunks: list[list[Span]] = [
             windows(spans, width, training.stride) for spans in self.folds
         ]
@@ -156,7 +156,7 @@ class FilterDataModule(lightning.LightningDataModule):
             longest = max(span.stop - span.start for spans in self.folds for span in spans)
             total = sum(len(r.states) for r in sequences)
             raise ValueError(
-                f"no window of {training.window} steps fits: {sum(lengths)} steps to fit ({total} "
+                f"no window of {width} steps fits: {sum(lengths)} steps to fit ({total} "
                 f"for training, {total - sum(lengths)} of them held out) in {training.folds} folds "
                 f"leave at most {longest} in a row. Use a shorter model.training.window, fewer "
                 "model.training.folds, or more data."

@@ -2,11 +2,11 @@
 
 Model k has the weight a_jk = e_jk^-4 / sum_l e_jl^-4 for component j of the state, where e_jk is
 its mean squared error of this component on held-out steps. Of models with independent errors the
-best average has weights e^-1; errors of filters of the same observations are correlated, and a
-higher power is better then. Weights that minimise the held-out error of the average (stacking) have
-a larger error on new recordings, if held-out steps are few.
+best average has weights e^-1. Errors of filters of the same observations are correlated, and the
+best weights of correlated errors differ more. They are not fitted (stacking, Breiman 1996), since
+held-out steps may be few.
 
-References: Bates and Granger (1969), for weights by past errors; Breiman (1996), for stacking.
+References: Bates and Granger (1969), for weights by past errors.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ from kbf.filters.selection.cross_validation import Trial, nmse_of
 
 # Models of an average; its steps take as long as those of all of them.
 MAX_MEMBERS = 3
-# Power of the error. On systems that are not scored (`python -m studies systems`, seeds below 100)
-# averages of three models by the powers 2 and 4 have the same error, by 8 a larger one.
+# Power of the error; chosen, as the number of members, on systems that are not scored (seeds below
+# 100 of `python -m studies systems`).
 POWER = 4
 # Models whose largest weight is below this one are left out.
 MIN_WEIGHT = 0.15
