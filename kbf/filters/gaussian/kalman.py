@@ -234,7 +234,25 @@ def fit_linear(
     A, B = AB[:, : z.shape[1]], None if u is None else AB[:, z.shape[1] :]
     fit = regress_columns if allow_missing_sensors else regress
     C, c, R = fit(z_seen, x, "observations")
+    R = with_noise_of_constant_sensors(R, x)
     return LinearModel(A, a, Q, C, c, R, *training_moments(sequences), B)
+
+
+def with_noise_of_constant_sensors(
+    R: Float[Tensor, "q q"], x: Float[Tensor, "m q"]
+) -> Float[Tensor, "q q"]:
+    """Return R with the mean variance of the others for sensors that are constant in ``x``.
+
+    Such a sensor has no row in C, and does not change estimates. Without noise R is singular, and a
+    reading that differs from the constant is impossible.
+    """
+    seen = x.isfinite()
+    high = torch.where(seen, x, -torch.inf).amax(0)
+    constant = high <= torch.where(seen, x, torch.inf).amin(0)
+    if not bool(constant.any()):
+        return R
+    spread = R.diagonal()[~constant].mean() if bool((~constant).any()) else R.new_ones(())
+    return R.masked_fill(constant | constant[:, None], 0) + spread * constant.to(R).diag()
 
 
 def regress_columns(

@@ -593,3 +593,23 @@ def test_given_equations_are_in_the_units_of_the_data():
     assert float((run.estimates[0] - drawn.test[0].states).square().mean()) < 0.005
     config = configure("train", ["data=lorenz", "model=kalman"])
     assert FittedModel(config, drawn.train).scaling is not None
+
+
+def test_a_sensor_that_is_constant_in_the_training_changes_no_estimate():
+    """Whatever it reads later; without it the estimates are the same."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(200, 2, generator=generator, dtype=torch.float64).cumsum(0) / 5
+    x = z + 0.3 * torch.randn(z.shape, generator=generator, dtype=torch.float64)
+    constant = torch.cat([x, torch.full((200, 1), 7.0, dtype=torch.float64)], 1)
+    for missing in (False, True):
+        model = LearnedKalman()
+        model.allow_missing_sensors = missing
+        expected = rollout(model.fit([Recording(z, x)]), x[None]).estimates
+        filter = model.fit([Recording(z, constant)])
+        found = rollout(filter, constant[None])
+        torch.testing.assert_close(found.estimates, expected)
+        R = filter.model.R
+        assert float(R[2, 2]) == pytest.approx(float(R.diagonal()[:2].mean()))
+        moved = constant.clone()
+        moved[50:60, 2] += 0.5
+        torch.testing.assert_close(rollout(filter, moved[None]).estimates, expected)
