@@ -34,7 +34,7 @@ MOST_STEPS = 5000
 MIN_STEPS_OF_EACH = 300
 # Steps of each recording that are filtered even if the time is over, and those by which a filter is
 # timed.
-MIN_STEPS_IN_TIME = 200
+MIN_STEPS_IN_TIME = 150
 STEPS_OF_TRIAL = 10
 # Origins of forecasts that a calibration requires.
 MIN_ORIGINS = 20

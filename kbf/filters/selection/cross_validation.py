@@ -41,7 +41,7 @@ STEPS_OF_ENOUGH = 1000
 # Times the least error on the first fold above which a model is stopped early.
 HOPELESS = 2.0
 # Share of a budget after which a search ends: the filter is still to be fitted and calibrated.
-SHARE_OF_SEARCH = 0.9
+SHARE_OF_SEARCH = 0.85
 # Models, the best on the first part, for whose other parts time is reserved before further models
 # are tried; and the multiple of the time of their first part that is reserved for each other one.
 RESERVED_MODELS = 2
