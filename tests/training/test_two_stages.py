@@ -28,6 +28,7 @@ DATA = ["data=dsprites", "n_train=60", "data.n_test=20", "particles=50", *CODING
 QUIET = ["logger=none", "trainer.enable_progress_bar=false"]
 KBF = [
     "model=kbf",
+    "model.model_selection=false",  # an average has no alarms of innovations
     *(
         f"+model.net.{key}={value}"
         for key, value in {"points": 60, "draws": 2, "run": 600, "rank": 8}.items()
