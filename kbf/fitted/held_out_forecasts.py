@@ -84,14 +84,14 @@ def with_few_particles(state: Any, seed: int) -> Any:
 
     They are those of a particle filter, alone, behind a wrapper or as a member of an average.
     """
-    for prefix in [name.removesuffix("log_weights") for name in state._fields]:
-        if not (prefix + "log_weights" in state._fields and prefix + "particles" in state._fields):
-            continue
-        particles, logs = (getattr(state, prefix + leaf) for leaf in ParticleState._fields)
-        generator = Generator(particles.device).manual_seed(seed)
-        few = thinned(particles, logs, generator)
-        leaves = zip(ParticleState._fields, few, strict=True)
-        state = state._replace(**{prefix + leaf: value for leaf, value in leaves})
+    members = [name for name in state._fields if name.endswith("particles")]
+    for prefix in (name.removesuffix("particles") for name in members):
+        names = [prefix + leaf for leaf in ParticleState._fields]
+        if all(name in state._fields for name in names):  # others have weights of another kind
+            particles, log_weights = (getattr(state, name) for name in names)
+            generator = Generator(particles.device).manual_seed(seed)
+            few = thinned(particles, log_weights, generator)
+            state = state._replace(**dict(zip(names, few, strict=True)))
     return state
 
 

@@ -146,12 +146,11 @@ def sentence_of_selection(used: list[str], scores: dict[str, float]) -> str:
     'kalman has the least held-out NMSE, 0.02; that of the next of 2 candidates, mean, is 1.'
     """
     alone = {key: score for key, score in scores.items() if key != "average"}
-    if len(used) > 1 and "average" in scores:
+    if len(used) > 1:
         least, first = min((score, key) for key, score in alone.items())
-        return (
-            f"the average of {' and '.join(used)} has the held-out NMSE {scores['average']:.3g}; "
-            f"the best of {len(alone)} candidates alone, {first}, has {least:.3g}."
-        )
+        own = scores.get("average")  # checkpoints may keep the NMSE of single models only
+        score = "is the filter" if own is None else f"has the held-out NMSE {own:.3g}"
+        return f"the average of {' and '.join(used)} {score}; the best of {len(alone)} candidates alone, {first}, has {least:.3g}."
     others = sorted((score, key) for key, score in alone.items() if key not in used)
     if not others:
         return f"{' + '.join(used)} is the only filter that could be compared."

@@ -199,6 +199,9 @@ def test_why_a_filter_was_selected():
     assert "average of kalman and mean has the held-out NMSE 0.01" in sentence_of_selection(
         ["kalman", "mean"], scores | {"gru": 2.0, "average": 0.01}
     )
+    assert "average of kalman and mean is the filter" in sentence_of_selection(
+        ["kalman", "mean"], scores
+    )
     assert "only filter" in sentence_of_selection(["kalman"], {"kalman": 0.02})
 
 

@@ -46,12 +46,7 @@ from kbf.filters.protocols import Filter, RatioModel
 from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import MeanModel, WindowRidge
 from kbf.filters.selection.averaging import averaged
-from kbf.filters.selection.cross_validation import (
-    Part,
-    Row,
-    Search,
-    deviation,
-)
+from kbf.filters.selection.cross_validation import Part, Row, Search, deviation
 from kbf.filters.selection.drift import last_steps, newest
 from kbf.filters.selection.ratio_mean import RatioMean
 from kbf.filters.selection.requirements import REQUIREMENTS, fit_meeting
