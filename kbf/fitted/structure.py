@@ -149,8 +149,11 @@ def sentence_of_selection(used: list[str], scores: dict[str, float]) -> str:
     if len(used) > 1:
         least, first = min((score, key) for key, score in alone.items())
         own = scores.get("average")  # checkpoints may keep the NMSE of single models only
-        score = "is the filter" if own is None else f"has the held-out NMSE {own:.3g}"
-        return f"the average of {' and '.join(used)} {score}; the best of {len(alone)} candidates alone, {first}, has {least:.3g}."
+        what = "is the filter" if own is None else f"has the held-out NMSE {own:.3g}"
+        return (
+            f"the average of {' and '.join(used)} {what}; "
+            f"the best of {len(alone)} candidates alone, {first}, has {least:.3g}."
+        )
     others = sorted((score, key) for key, score in alone.items() if key not in used)
     if not others:
         return f"{' + '.join(used)} is the only filter that could be compared."
