@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Generator, Tensor
 
 from kbf.filters.regression.window import WindowRegression
 from kbf.recording import Recording
@@ -21,6 +21,10 @@ HELD = 5
 # Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the
 # same.
 LARGEST = 20_000_000
+# The width of windows of unspecified width if there are at most so many steps. A wider window has
+# more inputs in which trees find splits by chance, and takes longer.
+WIDTH_OF_FEW_STEPS = 15
+FEW_STEPS = 2000
 
 
 class Trees:
@@ -107,6 +111,9 @@ class WindowBoosting(WindowRegression):
     they stop early on a tenth of the steps if there are more than 10,000. The covariance is that of
     the errors on every fifth block of the memory, by a fit to the other blocks.
 
+    Without a width, a memory of at most `FEW_STEPS` steps gets windows of at most
+    `WIDTH_OF_FEW_STEPS` steps.
+
     References: Ke et al. (2017), the algorithm that scikit-learn implements.
     """
 
@@ -116,6 +123,14 @@ class WindowBoosting(WindowRegression):
         """``iterations``: trees a component, at most. seed: of early stopping."""
         super().__init__(width)
         self.iterations, self.seed = iterations, seed
+
+    @torch.no_grad()
+    def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
+        """Select the width, if none is given."""
+        recordings, _ = self.inputs(memory)
+        few = self.width is None and sum(len(s.states) for s in recordings) <= FEW_STEPS
+        width = min(WIDTH_OF_FEW_STEPS, self.usual_width(recordings))
+        self.selected.fill_(width if few else 0)
 
     def fit_regression(
         self, recordings: list[Recording]

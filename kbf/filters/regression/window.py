@@ -185,6 +185,9 @@ class WindowRegression(WithoutHyperparameters):
     With ``allow_missing_sensors`` components of an observation may be NaN. A regression that
     requires numbers gets the last value of each, and its mean before the first; one that accepts
     NaN (``accepts_gaps``) gets NaN.
+
+    Attributes:
+        selected: ``()``, the width that `prepare` selected; 0 before, and without a selection.
     """
 
     allow_missing_sensors: bool = False
@@ -217,13 +220,34 @@ class WindowRegression(WithoutHyperparameters):
                 f"{type(self).__name__}: width must be a whole number of at least 1, got {width!r}"
             )
         self.width = width
+        self.selected: Tensor = nn.Buffer(torch.tensor(0))
 
     def steps(self, recordings: list[Recording]) -> int:
-        """The width for these recordings."""
+        """The given width, else the selected one, else the usual one."""
+        return self.width or int(self.selected) or self.usual_width(recordings)
+
+    def usual_width(self, recordings: list[Recording]) -> int:
+        """The width of a window of about `WINDOW_NUMBERS` numbers (see ``width=None``)."""
         columns = recordings[0].obs.shape[1] + control_width(recordings)
-        return self.width or max(
+        return max(
             min(MAX_WINDOW_STEPS, max(8, WINDOW_NUMBERS // columns)), MIN_WINDOW_NUMBERS // columns
         )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Overrides `nn.Module._load_from_state_dict`: earlier versions stored no width.
+
+        Raises:
+            ValueError: a width that no selection has.
+        """
+        width = state_dict.setdefault(prefix + "selected", torch.zeros_like(self.selected))
+        if not bool(((width >= 0) & (width <= MAX_NUMBERS)).all()):
+            raise ValueError(
+                f"this model was stored with a window of {width.tolist()} steps; "
+                f"there are 0 to {MAX_NUMBERS}"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
 
     def inputs(
         self, memory: Recording | list[Recording] | None
@@ -296,9 +320,6 @@ class WindowRidge(WindowRegression):
 
     Without a width, `prepare` selects it.
 
-    Attributes:
-        selected: ``()``, the width that `prepare` selected; 0 before.
-
     References: Golub, Heath and Wahba (1979).
     """
 
@@ -314,11 +335,6 @@ class WindowRidge(WindowRegression):
         """
         super().__init__(width)
         self.regs: tuple[float, ...] = tuple(regs)
-        self.selected: Tensor = nn.Buffer(torch.tensor(0))
-
-    def steps(self, recordings: list[Recording]) -> int:
-        """The given width, else the selected one, else the usual one."""
-        return self.width or int(self.selected) or super().steps(recordings)
 
     @torch.no_grad()
     def prepare(self, memory: list[Recording], generator: Generator | None = None) -> None:
@@ -328,26 +344,10 @@ class WindowRidge(WindowRegression):
         recordings, _ = self.inputs(memory)
         columns = recordings[0].obs.shape[1] + control_width(recordings)
         steps = sum(len(s.states) for s in recordings)
-        usual = super().steps(recordings)
+        usual = self.usual_width(recordings)
         widths = candidates(usual, columns, steps)
         parts = [(windows_of(rows_of(s), widths[-1]), s.states) for s in recordings]
         self.selected.fill_(select_width(parts, widths, self.regs, usual))
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
-    ) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Overrides `nn.Module._load_from_state_dict`: earlier versions stored no width.
-
-        Raises:
-            ValueError: a width that no selection has.
-        """
-        width = state_dict.setdefault(prefix + "selected", torch.zeros_like(self.selected))
-        if not bool(((width >= 0) & (width <= MAX_NUMBERS)).all()):
-            raise ValueError(
-                f"this model was stored with a window of {width.tolist()} steps; "
-                f"there are 0 to {MAX_NUMBERS}"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
 
     @fit_errors()
     def fit_regression(

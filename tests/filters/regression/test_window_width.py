@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kbf.filters.regression.boosting import WindowBoosting
 from kbf.filters.regression.window import WindowRidge, rows_of, windows_of
 from kbf.filters.regression.window_width import BLOCKS, candidates, select_width
 from kbf.recording import Recording
@@ -128,3 +129,18 @@ def test_missing_sensors_and_masks_are_filled_before():
     assert int(masked.selected) == 6
     with pytest.raises(FitError, match="ten steps"):
         WindowRidge(None).prepare([moving_average(9, 3)])
+
+
+def test_trees_of_few_steps_have_narrow_windows():
+    model, other = WindowBoosting(None, iterations=2), WindowBoosting(None, iterations=2)
+    model.prepare([moving_average(300, 3)])
+    assert model.fit([moving_average(300, 3)]).width == 15
+    other.load_state_dict(model.state_dict())
+    assert other.fit([moving_average(300, 3)]).width == 15
+    other.load_state_dict({})  # of a version without it: the usual width
+    assert other.fit([moving_average(300, 3)]).width == 50
+    model.prepare([moving_average(2001, 3)])
+    assert model.fit([moving_average(300, 3)]).width == 50
+    given = WindowBoosting(9, iterations=2)
+    given.prepare([moving_average(300, 3)])
+    assert given.fit([moving_average(300, 3)]).width == 9
