@@ -3,6 +3,8 @@
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,13 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.in_memory import contents_of, is_frame, named_arrays, numbers_of
 from kbf.data.files.layout import Contents, Layout, Observations, layout_of
-from kbf.data.files.read import in_schema_order, observations_of, trained_layout
+from kbf.data.files.read import (
+    ARRAYS,
+    in_schema_order,
+    kind_of,
+    observations_of,
+    trained_layout,
+)
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 from kbf.fitted.python_words import in_python
 from kbf.fitted.results import Source
@@ -166,7 +174,9 @@ def layout_for(settings: dict[str, Any], data: Any, *, states: bool) -> Layout:
     if arrays or (parts and all(isinstance(each, Recording) for each in parts)):
         codes = codes_of_arrays(layout.missing, schema)
         return Layout(size=layout.size, missing=codes)  # named arrays have the usual names
-    if states:
+    files = [Path(each) for each in parts if isinstance(each, str | PathLike)]
+    named_array = isinstance(layout.states, str) and all(kind_of(each) in ARRAYS for each in files)
+    if states and not (files and named_array):
         layout = layout._replace(states=schema.columns("states"))
     named = any(layout.recording in names_of(each) for each in parts if is_frame(each))
     if parts and all(map(is_frame, parts)) and not named:

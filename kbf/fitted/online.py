@@ -132,9 +132,9 @@ class OnlineFilter:
         self._past: deque[Past] = deque()
         self._comparison: Comparison | None = Comparison(trained, fitted.reference, live=True)
         self._compared: list[tuple[Tensor | None, Tensor | None]] = []
-        data = trained.module.config.get("data") or {}
-        self._durations = Durations(fitted.time_step, bool(data.get("time_as_control")))
-        codes = data.get("missing") if data.get("column_schema") else None
+        self._data: dict[str, Any] = trained.module.config.get("data") or {}
+        self._durations = Durations(fitted.time_step, bool(self._data.get("time_as_control")))
+        codes = self._data.get("missing") if self._data.get("column_schema") else None
         self._codes = codes_by_column(codes, fitted.schema.columns("observations"))
         self._control_codes = codes_by_column(codes, list(fitted.schema.controls))
         if state is not None:
@@ -357,7 +357,13 @@ class OnlineFilter:
             )
         names = schema.columns("observations")
         missing = self._estimator.live.allow_missing_sensors
-        values = numbers_of(schema.by_column(obs), names, "observations", missing=missing)
+        values = numbers_of(
+            schema.by_column(obs),
+            names,
+            "observations",
+            missing=missing,
+            left_out=self._data.get("observations"),
+        )
         for k, codes in enumerate(self._codes):
             values[k] = np.nan if values[k] in codes else values[k]
         found = schema.encode(torch.from_numpy(values[None]), "observations")
@@ -378,7 +384,8 @@ class OnlineFilter:
         if not names or control is None:
             needs = f"needs controls: {', '.join(names)}" if names else "has no controls"
             raise DataError(f"this filter {needs}")
-        values = numbers_of(control, names, "controls", missing=False)
+        left_out = self._data.get("controls")
+        values = numbers_of(control, names, "controls", missing=False, left_out=left_out)
         check_controls(values, names, self._control_codes)
         return torch.from_numpy(values[None]).to(self._device, self._dtype)
 

@@ -117,14 +117,17 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
         DataError: controls that are missing, not wanted, or of another shape.
     """
     width, names = control_components(trained.filter), list(trained.module.column_schema().controls)
+    data = trained.module.config.get("data") or {}
     if controls is None and not width:
         return None
     if controls is not None and hasattr(controls, "columns"):
         controls = controls[[name for name in names if name in controls]].to_dict("records")
     if isinstance(controls, list) and all(isinstance(each, Mapping) for each in controls):
-        rows = [numbers_of(each, names, "controls", missing=False) for each in controls]
+        rows = [
+            numbers_of(each, names, "controls", missing=False, left_out=data.get("controls"))
+            for each in controls
+        ]
         controls = np.stack(rows) if rows else None
-    data = trained.module.config.get("data") or {}
     if controls is None and data.get("time_as_control") and not names:
         controls = np.zeros((horizon, 0))
     values = np.zeros((0, width)) if controls is None else np.asarray(controls, dtype="float64")
@@ -355,13 +358,17 @@ def as_recording(piece: Observations) -> Recording:
     return Recording(states, obs, piece.mask, controls=piece.controls)
 
 
-def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np.ndarray:
+def numbers_of(
+    values: Any, names: list[str], side: str, *, missing: bool, left_out: Any = None
+) -> np.ndarray:
     """Return the numbers of the columns, from a mapping or an array.
 
     Args:
         values: by name, or in the order of ``names``. None is missing.
         names: of the columns. side: for messages.
         missing: whether columns may be absent.
+        left_out: a list of columns that may be given, and have no meaning for the filter: those of
+            the training that never varied.
 
     Raises:
         KeyError: an unknown name, with the nearest.
@@ -370,7 +377,7 @@ def numbers_of(values: Any, names: list[str], side: str, *, missing: bool) -> np
     if isinstance(values, Mapping) or hasattr(values, "to_dict"):
         given = dict(values) if isinstance(values, Mapping) else values.to_dict()
         for name in given:
-            if name not in names:
+            if name not in names and name not in (left_out or []):
                 hint = nearest(str(name), names, "they are")
                 raise KeyError(f"{name!r} is not among the {side}; {hint}")
         absent = [name for name in names if name not in given]

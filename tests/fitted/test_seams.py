@@ -178,3 +178,34 @@ def test_arrays_and_recordings_have_the_columns_by_their_positions():
     np.testing.assert_allclose(fitted.filter(given).mean, expected)
     found = fitted.filter(observations=obs[:, 1:], controls=acted)
     np.testing.assert_allclose(found.mean, expected)
+
+
+def test_columns_that_never_varied_may_be_given_and_do_not_count():
+    data = simulated().assign(flat=2.0, still=1.0)
+    observations, controls = ["a", "b", "c", "flat"], ["u", "still"]
+    fitted = fit(data, observations=observations, controls=controls)
+    plain, online = fit(data, controls=["u"]).online(), fitted.online()
+    for row in data[:5].to_dict("records"):
+        given = {name: row[name] for name in observations}
+        acting = {name: row[name] for name in controls}
+        estimate = online.step({**given, "flat": 7.0}, control=acting)
+        alone = plain.step({name: row[name] for name in "abc"}, control={"u": row["u"]})
+        assert dict(estimate) == dict(alone)
+    forecast = online.forecast(3, controls=data[controls].to_dict("records")[:3])
+    np.testing.assert_array_equal(
+        forecast.mean, plain.forecast(3, controls=data[["u"]].to_numpy()[:3]).mean
+    )
+    with pytest.raises(KeyError, match="'falt' is not among the observations; did you mean"):
+        online.step({**given, "falt": 2.0}, control=acting)
+
+
+def test_evaluation_by_the_arrays_of_the_training(tmp_path):
+    data = simulated()
+    path, other = tmp_path / "own.npz", tmp_path / "usual.npz"
+    z, x = data[["x", "y"]].to_numpy(), data[["a", "b", "c"]].to_numpy()
+    np.savez(path, place=z, sensors=x)
+    np.savez(other, states=z, observations=x)
+    fitted = fit(str(path), states="place", observations="sensors")
+    usual = fit(str(other), states="states", observations="observations")
+    with pytest.warns(kbf.DataWarning, match="300 of 300 rows are in the training"):
+        pd.testing.assert_frame_equal(fitted.evaluate(path), usual.evaluate(str(other)))

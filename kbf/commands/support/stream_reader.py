@@ -15,7 +15,7 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.dialect import DELIMITER_LINE
 from kbf.data.files.layout import codes_by_column
-from kbf.data.files.texts import number, seconds
+from kbf.data.files.texts import number, number_or_truth, seconds
 from kbf.data.files.timestamps import LARGEST_GAP, moves_in
 
 # Delimiters of texts that are read line by line; of equally frequent ones the first.
@@ -300,7 +300,7 @@ class RowReader:
             value = (
                 seconds(cell)
                 if self.columns.elapsed and column == self.columns.time
-                else number(cell)
+                else number_or_truth(cell)
             )
         elif isinstance(cell, int | float) and not isinstance(cell, bool):
             # Whole numbers may be larger than any float.

@@ -171,7 +171,7 @@ def values_of(
     Args:
         column, name: of a DataFrame. rows: their numbers, for messages.
         marks: of decimals and thousands.
-        path: for messages. read: returns the number in a cell; None for `number`.
+        path: for messages. read: returns the number in a cell; None for `number_or_truth`.
 
     Raises:
         ValueError: a cell that is no number, or infinite.
@@ -180,14 +180,15 @@ def values_of(
         values = column.to_numpy("float64")
     else:  # a cell is no number, or a missing one is spelled in another way
         decimal, thousands = marks
-        read = read or number
+        read = read or number_or_truth
         found = []
         for k, cell in enumerate(column):
-            text = str(cell).strip() if isinstance(cell, str) else ""
+            written = isinstance(cell, str | bool | np.bool_)
+            text = str(cell).strip() if written else ""
             plain = text.replace(thousands, "") if thousands else text
             plain = plain.replace(",", ".") if decimal == "," else plain
-            value = read(plain) if isinstance(cell, str) else cell
-            if value is None or isinstance(value, bool | np.bool_):
+            value = read(plain) if written else cell
+            if value is None:
                 problem = f"{str(cell).strip()!r} is no number"
                 if GROUPED.fullmatch(text) and not thousands:
                     mark = next(sign for sign in text if sign in ",.")
@@ -211,6 +212,12 @@ def number(cell: str) -> float | None:
         return float("not a number" if "_" in cell else cell)  # Python reads 1_0 as 10
     except ValueError:
         return math.nan if cell.lower() in EMPTY_CELLS else None
+
+
+def number_or_truth(cell: str) -> float | None:
+    """Returns the number in a cell as `number`; 1 for True and 0 for False."""
+    truth = {"true": 1.0, "false": 0.0}.get(cell.lower())
+    return number(cell) if truth is None else truth
 
 
 def seconds(cell: str) -> float | None:

@@ -337,3 +337,16 @@ def test_dates_are_no_measurements_at_either_door(tmp_path):
     for each in (frame, frame.assign(t=frame.t.dt.tz_localize("Europe/Berlin"))):
         (found,) = contents_of(each.assign(a=1.0), layout).recordings
         assert found.times.diff().tolist() == [1.0, 1.0]
+
+
+def test_true_and_false_are_one_and_zero(tmp_path):
+    text = "t,z,a,b\n0,1,True,true\n1,2,False,\n2,3,True,FALSE\n3,4,True,.5\n"
+    path = tmp_path / "door.csv"
+    path.write_text(text)
+    roles = {"states": ["z"], "observations": ["a", "b"], "time": "t"}
+    [found] = read(path, layout_of(roles)).recordings
+    expected = torch.tensor([[1, 1], [0, torch.nan], [1, 0], [1, 0.5]], dtype=torch.float64)
+    torch.testing.assert_close(found.obs, expected, equal_nan=True)
+    path.write_text(text.replace("\n1,2", "\nTrue,2"))
+    with pytest.raises(ValueError, match="row 3, column t: 'True' is no number"):
+        read(path, layout_of(roles))
