@@ -161,12 +161,8 @@ def sentence_of_selection(used: list[str], scores: dict[str, float]) -> str:
     own = scores.get(used[0])
     if own is None:
         return f"{used[0]} is the filter; it was not compared."
-    if own <= best:
-        return (
-            f"{used[0]} has the least held-out NMSE, {own:.3g}; that of the next of "
-            f"{len(alone)} candidates, {other}, is {best:.3g}."
-        )
+    least = "least " if own <= best else ""
     return (
-        f"{used[0]} was kept with a held-out NMSE of {own:.3g}: {other}, with {best:.3g}, is not "
-        f"better by more than chance among {len(alone)} candidates."
+        f"{used[0]} has the {least}held-out NMSE, {own:.3g}; that of the next of "
+        f"{len(alone)} candidates, {other}, is {best:.3g}."
     )

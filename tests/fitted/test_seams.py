@@ -195,7 +195,7 @@ def test_columns_that_never_varied_may_be_given_and_do_not_count():
     np.testing.assert_array_equal(
         forecast.mean, plain.forecast(3, controls=data[["u"]].to_numpy()[:3]).mean
     )
-    with pytest.raises(KeyError, match="'falt' is not among the observations; did you mean"):
+    with pytest.raises(KeyError, match="'falt' is not among the observations; they are a, b, c"):
         online.step({**given, "falt": 2.0}, control=acting)
 
 

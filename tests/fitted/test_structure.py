@@ -195,7 +195,8 @@ def test_few_rows_have_the_reason_only():
 
 def test_why_a_filter_was_selected():
     scores = {"kalman": 0.02, "mean": 1.0}
-    assert "kept" in sentence_of_selection(["mean"], scores)
+    assert "least" in sentence_of_selection(["kalman"], scores)
+    assert sentence_of_selection(["mean"], scores).startswith("mean has the held-out NMSE, 1;")
     assert "average of kalman and mean has the held-out NMSE 0.01" in sentence_of_selection(
         ["kalman", "mean"], scores | {"gru": 2.0, "average": 0.01}
     )
