@@ -368,7 +368,7 @@ def numbers_of(
         names: of the columns. side: for messages.
         missing: whether columns may be absent.
         left_out: a list of columns that may be given, and have no meaning for the filter: those of
-            the training that never varied.
+            the training that never varied. Other values, as the name of an array, are none.
 
     Raises:
         KeyError: an unknown name, with the nearest.
@@ -377,7 +377,7 @@ def numbers_of(
     if isinstance(values, Mapping) or hasattr(values, "to_dict"):
         given = dict(values) if isinstance(values, Mapping) else values.to_dict()
         for name in given:
-            if name not in names and name not in (left_out or []):
+            if name not in names and not (isinstance(left_out, list) and name in left_out):
                 hint = nearest(str(name), names, "they are")
                 raise KeyError(f"{name!r} is not among the {side}; {hint}")
         absent = [name for name in names if name not in given]

@@ -209,3 +209,5 @@ def test_evaluation_by_the_arrays_of_the_training(tmp_path):
     usual = fit(str(other), states="states", observations="observations")
     with pytest.warns(kbf.DataWarning, match="300 of 300 rows are in the training"):
         pd.testing.assert_frame_equal(fitted.evaluate(path), usual.evaluate(str(other)))
+    with pytest.raises(KeyError, match="'sens' is not among the observations"):
+        fitted.online().step({"x1": 0.0, "x2": 0.0, "x3": 0.0, "sens": 0.0})
