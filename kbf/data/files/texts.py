@@ -119,7 +119,7 @@ def times_of(
         column = texts[0].str.cat(texts[1:], sep=" ").where(known)
     elif column.dtype.kind in "iufbM":
         if layout.date_format is None:
-            return values_of(column, name, rows, (decimal, None), path)
+            return values_of(column, name, rows, (decimal, None), path, number)
         column = column.astype("str").where(column.notna())
     with suppress(ValueError):
         dates = pd.to_datetime(column.str.strip(), format=layout.date_format or "ISO8601", utc=True)

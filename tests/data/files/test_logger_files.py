@@ -350,3 +350,6 @@ def test_true_and_false_are_one_and_zero(tmp_path):
     path.write_text(text.replace("\n1,2", "\nTrue,2"))
     with pytest.raises(ValueError, match="row 3, column t: 'True' is no number"):
         read(path, layout_of(roles))
+    path.write_text("t,z,a,b\nFalse,1,1,2\nTrue,2,3,4\n")  # pandas reads a column of bool
+    with pytest.raises(ValueError, match="row 2, column t: 'False' is no number"):
+        read(path, layout_of(roles))
