@@ -25,6 +25,9 @@ LARGEST = 20_000_000
 # more inputs in which trees find splits by chance, and takes longer.
 WIDTH_OF_FEW_STEPS = 15
 FEW_STEPS = 2000
+# Histogram bins of an input for so few steps; scikit-learn's default is 255.
+BINS_OF_FEW_STEPS = 64
+BINS = 255
 
 
 class Trees:
@@ -112,7 +115,7 @@ class WindowBoosting(WindowRegression):
     the errors on every fifth block of the memory, by a fit to the other blocks.
 
     Without a width, a memory of at most `FEW_STEPS` steps gets windows of at most
-    `WIDTH_OF_FEW_STEPS` steps.
+    `WIDTH_OF_FEW_STEPS` steps and histograms of `BINS_OF_FEW_STEPS` bins.
 
     References: Ke et al. (2017), the algorithm that scikit-learn implements.
     """
@@ -168,12 +171,13 @@ class WindowBoosting(WindowRegression):
         pools = need("threadpoolctl", "sklearn", "model=window_boosting")
         u, z = windows.double().cpu().numpy(), states.double().cpu().numpy()
         u = numpy.where(numpy.isnan(u).all(0), 0, u)  # scikit-learn requires a value in each column
+        bins = BINS_OF_FEW_STEPS if int(self.selected) else BINS
 
         def one(k: int) -> Any:
             check_deadline()
             with pools.threadpool_limits(1, user_api="openmp"):
                 return ensemble.HistGradientBoostingRegressor(
-                    max_iter=self.iterations, random_state=self.seed
+                    max_iter=self.iterations, max_bins=bins, random_state=self.seed
                 ).fit(u, z[:, k])
 
         return Trees(side_by_side(one, range(z.shape[1])), gaps=not self.fills)
