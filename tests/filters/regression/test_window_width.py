@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kbf.filters.regression.boosting import WindowBoosting
+from kbf.filters.regression.boosting import BINS_OF_FEW_STEPS, WindowBoosting
 from kbf.filters.regression.window import WindowRidge, rows_of, windows_of
 from kbf.filters.regression.window_width import BLOCKS, candidates, select_width
 from kbf.recording import Recording
@@ -144,3 +144,17 @@ def test_trees_of_few_steps_have_narrow_windows():
     given = WindowBoosting(9, iterations=2)
     given.prepare([moving_average(300, 3)])
     assert given.fit([moving_average(300, 3)]).width == 9
+
+
+def test_few_steps_without_a_width_have_few_bins():
+    """A histogram of b bins has b - 1 thresholds; a given width keeps the 255 bins."""
+    recording = moving_average(1500, 3)
+    thresholds = []
+    for width in (None, 3):
+        model = WindowBoosting(width)
+        model.prepare([recording])
+        trees = model.grow(recording.obs, recording.states)
+        splits = trees.child[::2] != torch.arange(len(trees.threshold))  # a leaf is its own child
+        thresholds.append(len(trees.threshold[splits & (trees.feature == 0)].unique()))
+    few, many = thresholds
+    assert few <= BINS_OF_FEW_STEPS - 1 < many
