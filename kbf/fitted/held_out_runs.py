@@ -7,6 +7,7 @@ from its initial state, as it later runs through new data.
 import logging
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,8 +37,11 @@ MIN_STEPS_OF_EACH = 300
 # timed.
 MIN_STEPS_IN_TIME = 150
 STEPS_OF_TRIAL = 10
-# Origins of forecasts that a calibration requires.
+# Origins of forecasts that a calibration requires, and each filter at least.
 MIN_ORIGINS = 20
+MIN_ORIGINS_OF_EACH = 10
+# Seconds that the forecasts of a filter may take even if the time is over.
+SECONDS_OF_FORECASTS = 1.0
 # Filters, each with recordings that it has not been fitted to.
 Held = Iterable[tuple[Filter[Any], list[Recording]]]
 
@@ -164,12 +168,14 @@ def run_through(
         held: the filters and their recordings.
         seed, dtype, device: as of `kbf.evaluation.score.score`.
         ahead: a list to which forecasts of each filter are appended.
-        until: a `time.perf_counter`. Forecasts of each filter take half of the time that is left
-            until then, or as long as its run through the recordings.
+        until: a `time.perf_counter`. Forecasts of each of `FOLDS` filters take half of its share
+            of the time that is left until then, or `SECONDS_OF_FORECASTS`. If they are too slow for
+            `MIN_ORIGINS_OF_EACH` in this time, this filter and the following ones make none.
     """
     how: Any = {"seed": seed, "dtype": dtype, "device": device}
 
     def scores() -> Iterator[tuple[list[Recording], Score]]:
+        of_a_forecast, affordable = 0.0, True  # seconds
         for filter, recordings in held:
             origins = Origins(watch_innovation, recordings)
             watch = watch_innovation if ahead is None else origins
@@ -178,11 +184,24 @@ def run_through(
             seconds = time.perf_counter() - began
             yield recordings, found
             if ahead is not None:
-                share = max(seconds, (until - time.perf_counter()) / 2) / seconds
                 steps = sum(len(s.states) for s in recordings)
-                least = MIN_ORIGINS // 4 if ahead else MIN_ORIGINS
-                most = max(least, share * steps / HORIZONS[-1])
-                ahead.append(forecasts(filter, recordings, origins, most=most, **how))
+                of_a_forecast = of_a_forecast or seconds / steps * HORIZONS[-1]
+                began = time.perf_counter()
+                share = (until - began) / max(1, FOLDS - len(ahead)) / 2
+                most = max(SECONDS_OF_FORECASTS, share) / of_a_forecast
+                made = None
+                if affordable and most < MIN_ORIGINS_OF_EACH:
+                    affordable = False
+                    warnings.warn(
+                        "the budget ended before the intervals of forecasts were calibrated: they "
+                        "may be too narrow (a larger budget, or a faster model)",
+                        stacklevel=2,
+                    )
+                if affordable:
+                    made = forecasts(filter, recordings, origins, most=most, **how)
+                if made is not None:
+                    of_a_forecast = (time.perf_counter() - began) / made.states.shape[1]
+                ahead.append(made)
 
     return collected(scores())
 

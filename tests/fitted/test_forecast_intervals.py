@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +20,7 @@ from kbf.filters.particle.bootstrap import (
     BootstrapFilter,
     ParticleState,
 )
+from kbf.fitted import held_out_runs
 from kbf.fitted.held_out_forecasts import (
     HORIZONS,
     MIN_STRIDE,
@@ -207,16 +210,52 @@ def test_particles_of_a_member_of_an_average_are_thinned():
     assert 0 < gap.max() < 5 / MAX_BACKWARD_PARTICLES**0.5
 
 
-def test_forecasts_of_slow_filters_are_fewer_within_a_budget():
+def test_forecasts_of_slow_filters_are_fewer_within_a_budget(monkeypatch):
     recording = simulate(
         rotation(), torch.zeros(2, dtype=torch.float64), 900, torch.Generator().manual_seed(1)
     )
     filter = LearnedKalman().fit(recording)
-    counts = []
-    for until in (math.inf, 0.0):
-        ahead: list[HeldOutForecasts | None] = []
-        run_through([(filter, [recording])], ahead=ahead, until=until)
-        assert ahead[0] is not None
-        counts.append(ahead[0].means.shape[1])
-    assert counts[0] >= 90
-    assert MIN_ORIGINS <= counts[1] <= 900 / HORIZONS[-1]
+    ahead: dict[tuple[float, float], list[HeldOutForecasts | None]] = {}
+    for until, seconds in ((math.inf, 1.0), (0.0, 10.0), (0.0, 0.0)):
+        monkeypatch.setattr(held_out_runs, "SECONDS_OF_FORECASTS", seconds)
+        found = ahead[until, seconds] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run_through([(filter, [recording])] * 3, ahead=found, until=until)
+        assert len(found) == 3
+    assert all(each and each.means.shape[1] >= 90 for each in ahead[math.inf, 1.0])
+    # Some seconds are enough for many forecasts of a linear filter; none are made without time.
+    assert all(each and each.means.shape[1] >= MIN_ORIGINS for each in ahead[0.0, 10.0])
+    assert ahead[0.0, 0.0] == [None] * 3
+
+
+@pytest.mark.parametrize(("of_a_forecast", "most"), [(0.05, [45, 20, 20]), (0.2, [45])])
+def test_forecasts_are_timed_by_those_of_the_filter_before(of_a_forecast, most, monkeypatch):
+    """900 steps in one second: a forecast of 20 steps is expected to take 1/45 of a second."""
+    recording = simulate(
+        rotation(), torch.zeros(2, dtype=torch.float64), 900, torch.Generator().manual_seed(1)
+    )
+    filter, now, asked = LearnedKalman().fit(recording), [0.0], []
+    score, forecasts = held_out_runs.score, held_out_runs.forecasts
+
+    def timed_score(*args: Any, **how: Any) -> Any:
+        now[0] += 1.0
+        return score(*args, **how)
+
+    def timed_forecasts(*args: Any, most: float, **how: Any) -> Any:
+        asked.append(round(most))
+        made = forecasts(*args, most=most, **how)
+        now[0] += of_a_forecast * made.states.shape[1]
+        return made
+
+    monkeypatch.setattr(held_out_runs, "score", timed_score)
+    monkeypatch.setattr(held_out_runs, "forecasts", timed_forecasts)
+    monkeypatch.setattr(held_out_runs.time, "perf_counter", lambda: now[0])
+    ahead: list[HeldOutForecasts | None] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run_through([(filter, [recording])] * 3, ahead=ahead, until=0.0)
+    told = sum("intervals of forecasts" in str(each.message) for each in seen)
+    assert told == (len(most) < 3)
+    assert asked == most
+    assert [each is not None for each in ahead] == [k < len(most) for k in range(3)]
