@@ -88,7 +88,8 @@ def sensor_findings(recordings: list[Recording]) -> list[Finding]:
     found, fresh = repeats(stable)
     delays = select_delays(fresh)
     found += [Finding("late", k, steps=float(delays[k])) for k in delays.nonzero()[:, 0].tolist()]
-    _, kept = working(fresh, delays, ~rare_counts(seen, counts))
+    suitable = ~rare_counts(seen, counts)
+    _, kept = working(fresh, delays, suitable)
     lengths = [len(each.states) for each in recordings]
     x, all_x = (torch.cat([observed(s) for s in each]) for each in (kept, fresh))
     z = torch.cat([each.states for each in recordings])
@@ -101,7 +102,8 @@ def sensor_findings(recordings: list[Recording]) -> list[Finding]:
         residuals[:, columns] = left_out(features_of(past).to(x), all_x[:, columns], used)
     residuals[lonely] = torch.nan
     same = torch.cat([repeated(each.obs) for each in fresh])
-    named, bad = failures(residuals, all_x, near, same, x.isnan() & all_x.isfinite())
+    smoothed = x.isnan() & all_x.isfinite()
+    named, bad = failures(residuals, all_x, near, same, smoothed, suitable)
     hidden = torch.stack([widened(each, STEPS_OF_FAILURE) for each in bad.mT], 1)
     inside = torch.where(hidden, torch.nan, residuals)
     return [*found, *named, *drifts(inside, all_x - residuals, lengths, near)]
@@ -204,6 +206,7 @@ def failures(
     near: Tensor,
     same: Bool[Tensor, "n q"],
     smoothed: Bool[Tensor, "n q"],
+    suitable: Bool[Tensor, " q"],
 ) -> tuple[list[Finding], Bool[Tensor, "n q"]]:
     """Return the sensors that fail or stick for several steps, and which readings are concerned.
 
@@ -216,11 +219,13 @@ def failures(
         near: of `neighbours`.
         same: whether a reading repeats the one before.
         smoothed: whether a reading has failed by `kbf.filters.gaussian.sensor_laws.working`.
+        suitable: sensors that are compared; not `rare_counts`, whose few readings above 0 would be
+            taken for failures.
     """
     mixture = fit_mixture(residuals, x)
     failed, found = mixture.failed, []
     bad, h = torch.zeros_like(failed), x - residuals
-    for k in mixture.faulty.nonzero()[:, 0].tolist():
+    for k in (mixture.faulty & suitable).nonzero()[:, 0].tolist():
         f, r = failed[:, k], residuals[:, k]
         count, share = int(f.sum()), float(f.double().mean())
         both = f[1:] & f[:-1]

@@ -68,6 +68,17 @@ def test_laws_of_noise_are_no_failures_and_no_jumps(rng, law):
     assert not named(move_findings(recording(z, z)))
 
 
+@pytest.mark.parametrize(("seed", "phi", "width"), [(0, 0.98, 1.0), (1, 0.995, 0.5)])
+def test_the_spikes_of_a_cell_are_no_failures(seed, phi, width):
+    """Of a cell whose place is crossed slowly most counts are 0, and the others come in runs."""
+    rng = np.random.default_rng(seed)
+    z = states(rng, n=1000, phi=phi)
+    centres = np.array([[0, 0], [1, 0], [0, 1.5], [-1, -1]])
+    distance = ((z[:, None] / z.std(0) - centres) ** 2).sum(-1)
+    x = rng.poisson(np.exp(-distance / (2 * width))).astype(float)
+    assert not named(sensor_findings(recording(z, x)))
+
+
 def test_a_late_sensor(rng):
     z = states(rng)
     x = readings(rng, z)
