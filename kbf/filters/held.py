@@ -136,7 +136,8 @@ def without_repeats(recording: Recording, held: Shaped[Tensor, " q"]) -> Recordi
     changed = ~same & x[1:].isfinite() & x[:-1].isfinite()
     last = torch.where(changed, steps, 0).cummax(0).values  # 0 before the first change
     due = (held > 1) & (last > 0) & ((steps - last) % held.clamp_min(1) == 0)
-    missing = torch.cat([torch.zeros_like(same[:1]), same & (held > 0) & ~due])
+    none = torch.zeros_like(x[:1], dtype=torch.bool)
+    missing = torch.cat([none, same & (held > 0) & ~due])
     return recording._replace(obs=torch.where(missing, torch.nan, x))
 
 

@@ -53,6 +53,12 @@ def test_the_first_reading_of_a_recording_is_no_repeat():
     assert held_sensors(recordings).tolist() == [False]
 
 
+def test_a_recording_of_one_step_keeps_it():
+    one = Recording(torch.ones(1, 2).double(), torch.ones(1, 3).double())
+    for held in (torch.tensor([True, False, True]), torch.tensor([0, 1, 3])):
+        assert torch.equal(without_repeats(one, held).obs, one.obs)
+
+
 def fitted() -> tuple[HeldFilter, Recording]:
     filter = HeldReadings(LearnedKalman(), torch.tensor([False, True])).fit([walk(300)])
     return filter, walk(60, seed=1)
