@@ -86,13 +86,19 @@ def recordings_by_name(
     check_all_there(path, keys_by_role, states)
     lengths = numbers(get("lengths"), path, "lengths") if "lengths" in names else None
     recordings, notes = [], []
-    for name in wanted:
-        loaded = {
+    arrays = {
+        name: {
             role: numbers(get(keys[name]), path, keys[name])
             for role, keys in keys_by_role.items()
             if name in keys and role != "recording" and (states or role != "states")
         }
-        notes += [] if lengths is not None else upright(path, layout, loaded)
+        for name in wanted
+    }
+    rows = [all(len(leaf) == 1 for leaf in loaded.values()) for loaded in arrays.values()]
+    for (name, loaded), one_row in zip(arrays.items(), rows, strict=True):
+        one_step = one_row and not all(rows)  # others have their steps as rows
+        if lengths is None and not one_step:
+            notes += upright(path, layout, loaded)
         key = keys_by_role["recording"].get(name)
         ids = None if key is None else numpy.asarray(get(key))
         recordings += recordings_of(path, layout, name or path.stem, loaded, lengths, ids)

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import scipy.io
+import torch
 
 from kbf.data.files.array_files import opened
 from kbf.data.files.in_memory import contents_of
 from kbf.data.files.layout import Layout, layout_of
 from kbf.data.files.read import read, read_all, read_observations
+from kbf.recording import Recording
 
 T = 30
 
@@ -137,6 +139,15 @@ def test_recordings_that_are_not_transposed(tmp_path, rng):
     np.savez(tmp_path / "rec.npz", states=rng.normal(size=(8, 2)), obs=rng.normal(size=(9, 3)))
     with pytest.raises(ValueError, match="has 9 observations, but states of length 8"):
         read(tmp_path / "rec.npz", Layout())
+
+
+def test_a_recording_of_one_step_among_longer_ones(rng):
+    """(1, 2) is one step of two numbers there; alone it is two steps of one number."""
+    long, short = (torch.from_numpy(rng.normal(size=(n, 2))) for n in (T, 1))
+    contents = contents_of([Recording(each, each) for each in (long, short)], Layout())
+    assert [tuple(each.obs.shape) for each in contents.recordings] == [(T, 2), (1, 2)]
+    (alone,) = contents_of([Recording(short, short)], Layout()).recordings
+    assert tuple(alone.obs.shape) == (2, 1)
 
 
 def test_transposed_observations_alone(tmp_path, arrays):
