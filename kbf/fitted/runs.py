@@ -143,6 +143,8 @@ def future_controls(trained: Trained, controls: Any, horizon: int) -> Tensor | N
         )
     codes = codes_by_column(data.get("missing") if data.get("column_schema") else None, names)
     check_controls(values, names, codes)
+    if not np.isfinite(values).all():  # the last column
+        raise DataError("the duration of a move is missing: a filter requires all durations")
     return torch.from_numpy(values)[None].to(trained.module.device, trained.module.input_dtype)
 
 

@@ -79,6 +79,9 @@ def test_forecasts_without_durations_are_of_the_time_step(data):
     given = np.column_stack([np.zeros(4), np.full(4, fitted.time_step)])
     expected = fitted.forecast(new, 4, controls=given).mean
     np.testing.assert_allclose(fitted.forecast(new, 4, controls=np.zeros(4)).mean, expected)
+    given[2, 1] = np.nan
+    with pytest.raises(kbf.DataError, match="duration of a move is missing"):
+        fitted.forecast(new, 4, controls=given)
 
 
 def test_a_program_and_a_session_take_durations(data, tmp_path):
