@@ -161,8 +161,8 @@ def sentence_of_selection(used: list[str], scores: dict[str, float]) -> str:
     own = scores.get(used[0])
     if own is None:
         return f"{used[0]} is the filter; it was not compared."
-    least = "least " if own <= best else ""
+    least, rank = ("least ", "next") if own <= best else ("", "best")
     return (
-        f"{used[0]} has the {least}held-out NMSE, {own:.3g}; that of the next of "
+        f"{used[0]} has the {least}held-out NMSE, {own:.3g}; that of the {rank} of "
         f"{len(alone)} candidates, {other}, is {best:.3g}."
     )

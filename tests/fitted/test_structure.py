@@ -206,8 +206,12 @@ def test_few_rows_have_the_reason_only():
 
 def test_why_a_filter_was_selected():
     scores = {"kalman": 0.02, "mean": 1.0}
-    assert "least" in sentence_of_selection(["kalman"], scores)
-    assert sentence_of_selection(["mean"], scores).startswith("mean has the held-out NMSE, 1;")
+    assert "least held-out NMSE, 0.02; that of the next of" in sentence_of_selection(
+        ["kalman"], scores
+    )
+    assert sentence_of_selection(["mean"], scores) == (
+        "mean has the held-out NMSE, 1; that of the best of 2 candidates, kalman, is 0.02."
+    )
     assert "average of kalman and mean has the held-out NMSE 0.01" in sentence_of_selection(
         ["kalman", "mean"], scores | {"gru": 2.0, "average": 0.01}
     )
