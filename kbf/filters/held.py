@@ -123,6 +123,11 @@ def held_by(held: str | bool, recordings: list[Recording]) -> Int[Tensor, " q"]:
     return torch.where(held_sensors(recordings), 1, torch.where(periods > 1, periods, 0))
 
 
+def repeated(x: Float[Tensor, "t q"]) -> Bool[Tensor, "t q"]:
+    """Return which readings repeat the one before."""
+    return torch.cat([torch.zeros_like(x[:1], dtype=torch.bool), x[1:] == x[:-1]])
+
+
 def without_repeats(recording: Recording, held: Shaped[Tensor, " q"]) -> Recording:
     """Return the recording with NaN in place of readings of held sensors that repeat.
 
@@ -131,14 +136,13 @@ def without_repeats(recording: Recording, held: Shaped[Tensor, " q"]) -> Recordi
         held: as of `held_by`, or which sensors have missing repeats.
     """
     x, held = recording.obs, held.long()
-    same = x[1:] == x[:-1]
+    same = repeated(x)
     steps = torch.arange(1, len(x), device=x.device)[:, None]
-    changed = ~same & x[1:].isfinite() & x[:-1].isfinite()
+    changed = ~same[1:] & x[1:].isfinite() & x[:-1].isfinite()
     last = torch.where(changed, steps, 0).cummax(0).values  # 0 before the first change
     due = (held > 1) & (last > 0) & ((steps - last) % held.clamp_min(1) == 0)
-    none = torch.zeros_like(x[:1], dtype=torch.bool)
-    missing = torch.cat([none, same & (held > 0) & ~due])
-    return recording._replace(obs=torch.where(missing, torch.nan, x))
+    same[1:] &= (held > 0) & ~due
+    return recording._replace(obs=torch.where(same, torch.nan, x))
 
 
 class HeldReadings:

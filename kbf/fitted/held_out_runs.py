@@ -178,7 +178,7 @@ def run_through(
         of_a_forecast, affordable = 0.0, True  # seconds
         for filter, recordings in held:
             origins = Origins(watch_innovation, recordings)
-            watch = watch_innovation if ahead is None else origins
+            watch = origins if ahead is not None and affordable else watch_innovation
             began = time.perf_counter()
             found = score(filter, recordings, **how, covariances=True, watch=watch)
             seconds = time.perf_counter() - began

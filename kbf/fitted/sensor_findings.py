@@ -25,7 +25,7 @@ from kbf.filters.gaussian.sensor_laws import (
     select_delays,
     working,
 )
-from kbf.filters.held import held_sensors, without_repeats
+from kbf.filters.held import held_sensors, repeated, without_repeats
 from kbf.recording import Recording, observed
 
 
@@ -257,11 +257,6 @@ def rank_correlation(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float:
     """
     ranks = torch.stack([a, b]).argsort(1).argsort(1).double()
     return round(float(torch.corrcoef(ranks)[0, 1]), 6)
-
-
-def repeated(x: Float[Tensor, "t q"]) -> Bool[Tensor, "t q"]:
-    """Return which readings repeat the one before."""
-    return torch.cat([torch.zeros_like(x[:1], dtype=torch.bool), x[1:] == x[:-1]])
 
 
 def widened(mask: Bool[Tensor, " n"], steps: int) -> Bool[Tensor, " n"]:
