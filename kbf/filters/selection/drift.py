@@ -34,7 +34,8 @@ HELD_OUT = 0.2
 SHARES = (0.5, 0.25, 0.125)
 # Steps that are kept, at least.
 MIN_STEPS_KEPT = 400
-# Standard errors over blocks by which a recent window must be better than the full history.
+# Level of the t test over blocks by which a recent window must be better than the full history, in
+# standard errors of a normal distribution.
 MIN_STD_ERRORS = 2.0
 
 
