@@ -110,14 +110,18 @@ def sensor_findings(recordings: list[Recording]) -> list[Finding]:
 
 
 def repeats(recordings: list[Recording]) -> tuple[list[Finding], list[Recording]]:
-    """Return the sensors that are held or stick, and the recordings without their repeats."""
+    """Return the sensors that are constant, held or stick, and the recordings without repeats."""
     held, found = torch.zeros(recordings[0].obs.shape[1], dtype=torch.bool), []
     stuck = held_sensors(recordings)
     for k in range(len(held)):
         columns = [each.obs[:, k] for each in recordings]
         same = [column[1:] == column[:-1] for column in columns]
         share = float(torch.cat(same).double().mean())
-        if period := period_of(same):
+        readings = torch.cat(columns)
+        if len(readings[readings.isfinite()].unique()) == 1:
+            held[k] = True
+            found.append(Finding("constant", k))
+        elif period := period_of(same):
             held[k] = True
             found.append(Finding("held", k, share=share, steps=float(period)))
         elif bool(stuck[k]):

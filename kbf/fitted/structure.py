@@ -32,7 +32,7 @@ UNIT_OF_COUNTS = "2 sqrt(count)"
 def structure_of(trained: Trained) -> Any:
     """Return the findings about the training recordings, a DataFrame with the columns `COLUMNS`.
 
-    The kinds are ``late``, ``held``, ``sticking``, ``failing``, ``drift``, ``gain``,
+    The kinds are ``constant``, ``late``, ``held``, ``sticking``, ``failing``, ``drift``, ``gain``,
     ``sensor noise`` (of sensors); ``regime``, ``jumps``, ``process noise`` (of states); and
     ``filter``, the reason why the filter was selected. ``share`` is that of the steps, ``steps``
     the mean duration or the delay, ``size`` a standard deviation in ``unit``. Images have no
@@ -112,6 +112,7 @@ def sentence_of(found: Finding, name: str, unit: str, step: float | None) -> str
     else:
         steps = "an unknown number of steps"
     return {
+        "constant": f"{name} is constant: it contains no information about the state.",
         "late": f"{name} is late by {steps}.",
         "held": f"{name} repeats its last reading in {share} of the rows: a new one arrives every "
         f"{steps}.",

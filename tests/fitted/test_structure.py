@@ -115,6 +115,17 @@ def test_a_sensor_that_sticks(rng):
     assert stuck.share == pytest.approx(96 / N, abs=0.02) and stuck.steps == pytest.approx(8, abs=1)
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_sensor_that_is_constant(rng, missing):
+    z = states(rng)
+    x = readings(rng, z)
+    x[:, 1] = 3.5
+    if missing:
+        x[rng.random(N) < 0.3, 1] = np.nan
+    found = sensor_findings(recording(z, x))
+    assert named(found) == {("constant", 1)}
+
+
 def test_a_sensor_that_fails(rng):
     z = states(rng)
     x, rows = readings(rng, z), faults(rng, 8, 12)
