@@ -16,11 +16,12 @@ from kbf.filters.gaussian.learned_maps import (
     MAX_POINTS_OF_LANDMARKS,
     fit_map,
     kernel_of,
+    kernels_of_maps,
     row_of,
     select_kernel,
 )
 from kbf.filters.gaussian.learned_ukf import KINDS, LearnedUKF
-from kbf.filters.gaussian.map_pairs import MAX_PAIRS, pairs_of
+from kbf.filters.gaussian.map_pairs import MAX_PAIRS, Pairs, SensorPairs, pairs_of
 from kbf.filters.gaussian.moments import GaussianState
 from kbf.filters.gaussian.regimes import STRUCTURES
 from kbf.filters.gaussian.start import StartingFilter, tempering
@@ -134,6 +135,16 @@ def test_the_kernel_has_the_scale_of_the_function():
     rough, smooth = (row_of(kernel)[1] for kernel in kernels)
     assert {int(row_of(kernel)[0]) for kernel in kernels} == {0}
     assert rough < smooth
+
+
+def test_only_the_kernel_of_the_moves_is_selected_precisely():
+    """Without noise a precise map of the sine has a kernel that is eight times as wide."""
+    u = 4 * torch.rand(200, 1, generator=generator(), dtype=torch.float64)
+    sensor = SensorPairs(torch.tensor([0]), 0, False, u, u.sin())
+    found = kernels_of_maps(Pairs(u, u.sin(), [sensor], None), 1, ["kernel"], 96)
+    precise, coarse = (row_of(select_kernel(u, u.sin(), 96, precise=p)) for p in (True, False))
+    torch.testing.assert_close(found[:, 0], torch.stack([precise, coarse]))
+    assert precise[1] > 4 * coarse[1]
 
 
 # the first update

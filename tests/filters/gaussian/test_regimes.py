@@ -15,6 +15,7 @@ from kbf.filters.gaussian.moments import GaussianState, kalman_predict, kalman_u
 from kbf.filters.gaussian.regimes import (
     STRUCTURES,
     Moves,
+    expectation_maximisation,
     fit_chain,
     fit_regimes,
     select_regimes,
@@ -135,6 +136,23 @@ def test_two_regimes_are_found():
     assert max(float(right), 1 - float(right)) > 0.95
     assert bool((found.P.diagonal() > 0.93).all())
     assert found.Q.diagonal(dim1=-2, dim2=-1).mean() == pytest.approx(0.01, rel=0.3)
+
+
+def test_each_iteration_makes_the_moves_more_likely():
+    moves, _ = turning_or_not(300)
+    phi = torch.cat([torch.ones(300, 1, dtype=F64), moves.inputs], 1)
+    weights = torch.rand(1, 300, 1, generator=generator(3)).double()
+    weights = torch.cat([weights, 1 - weights], -1)
+    maps, all_moves = torch.tensor([0, 1]), torch.ones(1, 300).bool()
+    totals = [
+        float(
+            expectation_maximisation(
+                phi, moves.change, moves, maps, all_moves, weights, count
+            ).log_predictive.sum()
+        )
+        for count in range(5)
+    ]
+    assert all(more > less for less, more in pairwise(totals)), totals
 
 
 def test_jumps_are_found_from_a_dozen():
