@@ -175,10 +175,12 @@ def candidates(path: Path) -> Iterator[tuple[tuple[Any, ...], Mutant]]:
         for node in nodes:
             for start, _ in operator.mutation_positions(node):
                 occurrence += 1
-                if any(low <= tuple(start) < high for low, high in hidden):
+                line = source.splitlines()[start[0] - 1]
+                separator = line[start[1] :].startswith("*,")  # of parameters
+                if separator or any(low <= tuple(start) < high for low, high in hidden):
                     continue
                 definition = ASTQuery(node).get_definition_name() or ""
-                before = source.splitlines()[start[0] - 1].strip()
+                before = line.strip()
                 mutant = Mutant(name, *start, operator_name, occurrence, definition, before, "")
                 kind = operator_name.split("_")[0]
                 yield (name, definition, before, start[1], kind), mutant

@@ -15,7 +15,13 @@ from torch import Tensor
 from kbf.densities import glm
 from kbf.densities.base import ConditionalDensity, Features, gamma
 from kbf.densities.categorical import ascend
-from kbf.densities.glm import GLMDensity, fit_parameters, refitted as refitted_glm
+from kbf.densities.glm import (
+    GLMDensity,
+    fisher_scoring,
+    fit_parameters,
+    log_family,
+    refitted as refitted_glm,
+)
 from kbf.densities.mdn import MixtureDensityNetwork, fit_networks
 from kbf.densities.mixtures import MapMixture, expectation_maximisation
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
@@ -473,3 +479,23 @@ def test_a_density_of_rounded_values_is_selected_as_it_is_fitted(kind):
     assert choice.name != "gaussian"
     again = fit_density(choice.name, u, y)
     torch.testing.assert_close(choice.density.log_density(y, u), again.log_density(y, u))
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson", "negbin"])
+def test_fisher_scoring_ends_where_the_penalised_likelihood_is_largest(family):
+    phi = torch.cat([randn(200, 3), torch.ones(200, 1, dtype=F64)], 1)
+    eta, dispersion = phi @ torch.tensor([[0.5], [-0.3], [0.2], [0.4]], dtype=F64), 0.7
+    y = torch.bernoulli(eta.sigmoid(), generator=generator(1))
+    if family != "bernoulli":
+        y = torch.poisson(2 * eta.exp() * torch.rand(200, 1, generator=generator(2)), generator())
+    ridges, size = torch.tensor([0.5, 20.0], dtype=F64), torch.tensor([dispersion], dtype=F64)
+    found = fisher_scoring(family, phi, y, ridges, size)
+    assert found.shape == (1, 2, 4, 1)
+    few = fisher_scoring(family, phi, y, ridges, size, rounds=8)
+    torch.testing.assert_close(few, found, atol=1e-6, rtol=0)
+    for k, ridge in enumerate(ridges):
+        c = found[:, k].clone().requires_grad_()
+        penalty = ridge / 2 * c[:, :-1].square().sum()
+        (log_family(family, y, [phi @ c[0]], size).sum() - penalty).backward()
+        assert c.grad is not None
+        torch.testing.assert_close(c.grad, torch.zeros_like(c), atol=1e-3, rtol=0)

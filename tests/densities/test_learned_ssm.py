@@ -19,7 +19,7 @@ from kbf.densities import learned_ssm
 from kbf.densities.learned_ssm import LearnedModel, learn_model
 from kbf.densities.per_sensor import SelectedSensors
 from kbf.densities.ridge import fit_ridge_map
-from kbf.densities.selection import fit_density
+from kbf.densities.selection import DENSITIES, fit_density
 from kbf.filters.particle.learned import LearnedParticleFilter
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.rollout import rollout
@@ -436,3 +436,15 @@ def test_an_unknown_kernel_of_a_map():
         fit_ridge_map(u, u, kernels=("cosine",))
     with pytest.raises(ValueError, match="no setting to try of the kernels arcsine"):
         fit_ridge_map(u, u, kernels=("arcsine",), slopes=())
+
+
+def test_stored_sensors_have_a_known_density_or_none():
+    for densities in ([-1, 0], [len(DENSITIES) - 1, -1]):
+        sensors, stored = SelectedSensors(), SelectedSensors()
+        for each, values in ((sensors, [0, 0]), (stored, densities)):
+            each.column, each.density = torch.tensor([0, 1]), torch.tensor(values)
+        sensors.load_state_dict(stored.state_dict())
+        assert sensors.density.tolist() == densities
+    for unknown in (-2, len(DENSITIES)):
+        with pytest.raises(ValueError, match="there are 0 to"):
+            sensors.load_state_dict(stored.state_dict() | {"density": torch.tensor([0, unknown])})

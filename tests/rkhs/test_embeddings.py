@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,3 +237,10 @@ def test_cme_leave_one_out_gradient(normal):
 def test_cme_error_names_the_ridge():
     with pytest.raises(NotPositiveDefiniteError, match=r"2 x 2 .* reg = 0\.2 .* -0\.8"):
         cme_loo(-torch.eye(2, dtype=F64), torch.eye(2, dtype=F64), 0.1)
+
+
+@pytest.mark.parametrize("weights", [2, 4])
+def test_an_embedding_needs_a_weight_for_each_point(weights):
+    fields: Any = SimpleNamespace(points=torch.zeros(3, 1), weights=torch.ones(weights))
+    with pytest.raises(ValueError, match=rf"points \(n, d\) and weights .* and \({weights},\)"):
+        Embedding.__post_init__(fields)  # without the tests' own checks of shapes

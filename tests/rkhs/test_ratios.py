@@ -412,3 +412,9 @@ def test_coefficients_come_near_the_true_relative_ratio():
     r = (KERNEL(new, points) @ ratios.relative_coef(gram, 400, reg, alpha)).clamp(0, 1 / alpha)
     relative = true / (alpha * true + 1 - alpha)
     assert np.mean((r.numpy() - relative) ** 2) < 0.05 * relative.var()
+
+
+def test_only_a_ratio_without_a_form_is_constant():
+    assert ratios.Ratio().constant
+    forms = ({"dense": torch.mul}, {"primal": torch.mul}, {"linear": True})
+    assert not any(ratios.Ratio(**form).constant for form in forms)

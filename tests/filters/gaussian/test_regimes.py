@@ -80,8 +80,9 @@ def test_the_last_probabilities_do_not_depend_on_the_future():
     torch.testing.assert_close(long.log_predictive[:, :6], short.log_predictive)
 
 
-def test_products_of_matrices_are_those_of_the_loop():
-    M, total = normal(3, 11, 2, 2).exp(), torch.eye(2).double().expand(3, 2, 2)
+@pytest.mark.parametrize("n", [1, 2, 11])
+def test_products_of_matrices_are_those_of_the_loop(n):
+    M, total = normal(3, n, 2, 2).exp(), torch.eye(2).double().expand(3, 2, 2)
     for t, each in enumerate(products(M).unbind(1)):
         total = total @ M[:, t]
         torch.testing.assert_close(each, total / total.amax((1, 2), keepdim=True))

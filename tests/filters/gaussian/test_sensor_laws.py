@@ -22,6 +22,7 @@ from kbf.filters.gaussian.sensor_laws import (
     fit_faults,
     fit_mixture,
     fit_persistence,
+    lagged_products,
     no_faults,
     select_delays,
     working,
@@ -541,3 +542,10 @@ def test_inner_maps_are_not_computed_at_points_of_other_components():
     assert calls[0] == 11 and calls[-1] == 7
     for whole, few in zip(*found, strict=True):
         torch.testing.assert_close(few, whole, rtol=1e-10, atol=1e-10)
+
+
+def test_lagged_products_are_those_within_recordings():
+    r = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[5.0]])]
+    h = [torch.tensor([[2.0], [math.nan], [4.0]]), torch.tensor([[6.0]])]
+    products = [tuple(each.tolist() for each in lagged_products(r, h, 0, k)) for k in (1, 2, 3)]
+    assert products == [([], []), ([3.0], [8.0]), ([], [])]

@@ -19,6 +19,7 @@ from kbf.filters.particle.bootstrap import (
     ParticleState,
     in_type_of,
 )
+from kbf.filters.particle.learned import PixelParticleFilter
 from kbf.filters.particle.resampling import (
     effective_sample_size,
     invert,
@@ -467,3 +468,22 @@ def test_covariances_factored_once_give_the_same_numbers():
     assert (
         type(in_type_of(learned, z)) is type(model) and type(in_type_of(Other(*model), z)) is Other
     )
+
+
+@pytest.mark.parametrize("predictive", [True, False])
+def test_drawn_images_have_the_variance_of_the_likelihood(predictive):
+    """Far from the training states: that of the regression, if used, else of residuals."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.rand(60, 1, generator=generator, dtype=torch.float64)
+    images = (z * torch.linspace(0.5, 2.0, 6)).sin() + 0.1 * torch.randn(60, 6, generator=generator)
+    recording = Recording(z, images.unflatten(1, (2, 3)))
+    filter = PixelParticleFilter(oscillatory(), predictive=predictive)
+    model = filter.state_space([recording], z)
+    far = torch.full((4000, 1), 3.0, dtype=torch.float64)
+    drawn = model.observe(far, generator)
+    assert drawn.shape == (4000, 2, 3)
+    mean, scale = model.image.predict(far)
+    expected = model.image.noise * (scale[0] if predictive else 1.0)
+    assert scale[0] > 1.5
+    found = (drawn.flatten(1) - mean).square().mean(0)
+    torch.testing.assert_close(found, expected, rtol=0.12, atol=0)
