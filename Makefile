@@ -44,7 +44,7 @@ stress:  ## run the stress tests: kills, damaged files, bad input (docs/stress.m
 	scripts/bootstrap dev
 	.venv/bin/python -m studies stress --page
 
-mutants:  ## mutate MUTANTS=200 places of the core and count what the tests notice (runs/mutants)
+mutants:  ## mutate MUTANTS=200 places of the core and count what the tests notice (data/results/mutants.jsonl)
 	scripts/bootstrap dev,docs,mutants
 	.venv/bin/python scripts/mutants.py $(MUTANTS)
 

@@ -7,7 +7,7 @@ Draws places of `FOLDERS` at random, mutates each by an operator of cosmic-ray (
 comparison operator, a number, a truth value, a loop) or drops a transpose, and runs the quick
 tests of the mirrored folder until the first fails, short ones first. Annotations, messages and
 raised errors are left out. Each process works on a copy, runs/mutants/tree*. Results are kept in
-runs/mutants/results.jsonl, and the same command resumes: a noticed mutant runs again only if its
+data/results/mutants.jsonl, and the same command resumes: a noticed mutant runs again only if its
 file changed, a survivor also if the tests of its folder changed.
 
 Writes runs/mutants/survivors.md. A survivor that computes the same as the original belongs into
@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "runs" / "mutants"
 TREE = OUT / "tree0"
+RESULTS = ROOT / "data" / "results" / "mutants.jsonl"
 EQUIVALENT = ROOT / "studies" / "mutants_equivalent.txt"
 FOLDERS = (
     "rkhs",
@@ -348,16 +349,15 @@ def test(mutant: Mutant) -> tuple[Mutant, str, float]:
 
 def read_results() -> dict[str, dict[str, Any]]:
     """Return what earlier runs found, by key; the last of each."""
-    path = OUT / "results.jsonl"
-    if not path.exists():
+    if not RESULTS.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     return {row["key"]: row for row in rows}
 
 
 def keep(row: dict[str, Any]) -> dict[str, Any]:
     """Append a row to the results; returns it."""
-    with (OUT / "results.jsonl").open("a", encoding="utf-8") as file:
+    with RESULTS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     return row
 

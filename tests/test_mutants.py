@@ -42,6 +42,15 @@ def test_annotations_and_messages_are_left_out(mutants):
     assert "raise" in texts[3] and all("a - b" not in text for text in texts)
 
 
+def test_the_star_of_a_signature_is_no_product(mutants, monkeypatch, tmp_path):
+    pytest.importorskip("cosmic_ray")
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    path = tmp_path / "a.py"
+    path.write_text("def f(a, *, b, c):\n    return a * b\n")
+    found = [mutant for _, mutant in mutants.candidates(path) if "Binary" in mutant.operator]
+    assert {(mutant.line, mutant.column) for mutant in found} == {(2, 13)}
+
+
 def test_the_file_s_own_test_comes_first(mutants):
     tests = mutants.tests_for("kbf/rkhs/ratios.py", "rkhs")
     assert tests[0] == "tests/rkhs/test_ratios.py" and len(tests) > 4
