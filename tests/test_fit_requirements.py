@@ -109,3 +109,15 @@ def test_candidates_of_a_checkpoint_with_errors_alone():
     table = kbf.load("example:rotation").candidates
     assert len(table) >= 5 and table.nmse.notna().all() and table.weight.sum() == 1
     assert table.seconds.isna().all() and (table.note == "").all()
+
+
+@pytest.mark.parametrize(
+    ("model", "held", "message"),
+    [
+        ("kalman", True, "data.held=true takes repeats .*; model=kalman is fitted without it"),
+        ("kalman", "sometimes", "data.held must be auto, true or false"),
+    ],
+)
+def test_a_single_model_cannot_take_repeats_as_missing(model, held, message, data):
+    with pytest.raises(ValueError, match=message):
+        kbf.fit(data, **ARM, model=model, config={"data.held": held}, progress=False)

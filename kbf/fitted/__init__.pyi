@@ -13,6 +13,7 @@ from kbf.fitted import (
     inputs as inputs,
     joint_step as joint_step,
     model as model,
+    model_checks as model_checks,
     move_findings as move_findings,
     online as online,
     online_estimator as online_estimator,

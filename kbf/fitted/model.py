@@ -19,6 +19,7 @@ from kbf.filters.scaling import ScaledFilter, ScaleWarning, Scaling
 from kbf.filters.selection.auto import ModelSelection
 from kbf.filters.wrapper import FilterWrapper
 from kbf.fitted.buffers import RecordingBuffers
+from kbf.fitted.model_checks import check_observations, check_repeats, check_sensors
 from kbf.fitted.settings import (
     EncodingSettings,
     Training,
@@ -105,6 +106,7 @@ class FittedModel(nn.Module):
         if data.get("allow_missing_sensors") and hasattr(net, "allow_missing_sensors"):
             net.allow_missing_sensors = True
         check_sensors(model, net, sequences or [])
+        check_repeats(model, net, data, sequences or [])
         self.net.to(self.model_dtype)
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)
@@ -287,36 +289,6 @@ class FittedModel(nn.Module):
         take_shapes(self, {name: leaf for name, leaf in state.items() if name.startswith(shaped)})
         if self.code is not None and self.code.returns_ratio:
             self.net.ratio_dim = len(self.code.z_mean)
-
-
-def check_observations(model: dict[str, Any], sequences: list[Recording]) -> None:
-    """Raise a ValueError for numbers where a model has an encoder of images inside its net."""
-    if not sequences or sequences[0].obs.ndim != 2 or "encoder" not in model["net"]:
-        return
-    encoder = model["net"]["encoder"]
-    inner = encoder.get("encoder", encoder) if isinstance(encoder, dict) else encoder
-    if inner is None:
-        raise ValueError(
-            f"model={model['name']} learns from images, and an observation here has "
-            f"{sequences[0].obs.shape[1]} numbers: kbf, kalman, gru and lstm take numbers"
-        )
-
-
-def check_sensors(model: dict[str, Any], net: nn.Module, sequences: list[Recording]) -> None:
-    """Raise a ValueError for partly missing observations of a model that requires all sensors."""
-    if hasattr(net, "allow_missing_sensors") or not sequences or sequences[0].obs.ndim != 2:
-        return
-    partly = 0
-    for each in sequences:
-        missing = each.obs.isnan()
-        seen = ~missing.all(1) if each.mask is None else each.mask
-        partly += int((missing.any(1) & seen).sum())
-    if partly:
-        raise ValueError(
-            f"model={model.get('name')} requires all sensors, and {partly} steps lack some: kbf, "
-            "kernel_monte_carlo, kalman, window_ridge and particle_learned use the others, and "
-            "allow_missing_sensors=False counts such steps as unobserved"
-        )
 
 
 def build_encoding(encoders: list[nn.Module], d: int, components: int = 0) -> Encoding:

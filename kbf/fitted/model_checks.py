@@ -1,0 +1,52 @@
+"""Whether a model suits the recordings that it is to be fitted to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from kbf.filters.held import check_held
+from kbf.filters.selection.auto import ModelSelection
+from kbf.recording import Recording
+
+
+def check_observations(model: dict[str, Any], sequences: list[Recording]) -> None:
+    """Raise a ValueError for numbers where a model has an encoder of images inside its net."""
+    if not sequences or sequences[0].obs.ndim != 2 or "encoder" not in model["net"]:
+        return
+    encoder = model["net"]["encoder"]
+    inner = encoder.get("encoder", encoder) if isinstance(encoder, dict) else encoder
+    if inner is None:
+        raise ValueError(
+            f"model={model['name']} learns from images, and an observation here has "
+            f"{sequences[0].obs.shape[1]} numbers: kbf, kalman, gru and lstm take numbers"
+        )
+
+
+def check_sensors(model: dict[str, Any], net: nn.Module, sequences: list[Recording]) -> None:
+    """Raise a ValueError for partly missing observations of a model that requires all sensors."""
+    if hasattr(net, "allow_missing_sensors") or not sequences or sequences[0].obs.ndim != 2:
+        return
+    partly = 0
+    for each in sequences:
+        missing = each.obs.isnan()
+        seen = ~missing.all(1) if each.mask is None else each.mask
+        partly += int((missing.any(1) & seen).sum())
+    if partly:
+        raise ValueError(
+            f"model={model.get('name')} requires all sensors, and {partly} steps lack some: kbf, "
+            "kernel_monte_carlo, kalman, window_ridge and particle_learned use the others, and "
+            "allow_missing_sensors=False counts such steps as unobserved"
+        )
+
+
+def check_repeats(
+    model: dict[str, Any], net: nn.Module, data: Mapping[str, Any], sequences: list[Recording]
+) -> None:
+    """Raise a ValueError for ``data.held=true`` and a model that has repeats for readings."""
+    held = check_held(data.get("held", "auto"))
+    if held is True and sequences and not isinstance(net, ModelSelection):
+        raise ValueError(
+            "data.held=true takes repeats of readings as missing, which is a part of model "
+            f"selection; model={model.get('name')} is fitted without it"
+        )
