@@ -198,7 +198,7 @@ def log_density_of_available(
 
     References: Sarkka (2013), theorem 12.3.
     """
-    missing = (~residual.isfinite()).sum(-1)
+    missing = (~residual.isfinite()).sum(-1).to(cov)
     residual, H, R = leave_out_missing(residual, H, R)
     density = innovation_log_density(residual, product(H, cov, H.mT) + R)
     return density + 0.5 * LOG_2PI * missing

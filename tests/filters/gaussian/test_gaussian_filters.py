@@ -24,6 +24,7 @@ from kbf.filters.gaussian.moments import (
     GaussianState,
     kalman_predict,
     kalman_update,
+    log_density_of_available,
     training_moments,
     with_initial_moments,
 )
@@ -497,6 +498,17 @@ def test_errors():
         UnscentedKalmanFilter(as_state_space(model), alpha=0.0)
     with pytest.raises(ValueError, match="kappa > 0"):
         UnscentedKalmanFilter(as_state_space(model), kappa=-3.0)
+
+
+def test_the_density_of_available_sensors_is_that_of_the_shorter_vector():
+    m = linear_model()
+    residual, cov = tensor([[0.4, math.nan], [math.nan, -0.7], [math.nan, math.nan]]), m.P0
+    S = m.C @ cov @ m.C.T + m.R
+    found = log_density_of_available(residual, m.C, cov, m.R)
+    for k, value in ((0, 0.4), (1, -0.7)):
+        law = torch.distributions.Normal(0.0, S[k, k].sqrt())
+        torch.testing.assert_close(found[k], law.log_prob(tensor(value)))
+    assert float(found[2]) == pytest.approx(0.0)
 
 
 def test_ukf_leaves_out_missing_sensors_and_takes_controls_as_the_kalman_filter():

@@ -20,6 +20,7 @@ from kbf.filters.gaussian.sensor_laws import (
     Faults,
     Persistence,
     fit_faults,
+    fit_gains,
     fit_mixture,
     fit_persistence,
     lagged_products,
@@ -291,6 +292,13 @@ def test_gains_are_found():
     torch.testing.assert_close(found.gain_share, expected, rtol=0.35, atol=0.0)
     assert float(found.share[1]) == 0, "the gain explains all that persists"
     assert fit_persistence([r], None).gain.tolist() == [0, 0]
+
+
+def test_nothing_is_left_of_the_autocorrelations_that_gains_explain():
+    h, r = wandering(8000, 0.8, 0.04)
+    rho = sensor_laws.autocorrelations([r])[0]
+    assert float(rho[1, 0]) > 0.15
+    assert float(fit_gains([r], [h], rho)[1][1].abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kbf.filters.kernel.kbf import KBF
-from kbf.filters.kernel.operators import Operator, compose
+from kbf.filters.kernel.operators import Operator, compose, low_rank
 from kbf.filters.kernel.update.rule import MIN_BATCH_FOR_MOMENTS, PrimalUpdate
 from kbf.filters.rollout import rollout, step
 from kbf.rkhs import ratios, rules
@@ -217,3 +217,15 @@ def test_bad_numbers():
         PrimalUpdate(psi, obs, 0.1, local=0)
     with pytest.raises(ValueError, match="original with k = 1 and all points"):
         PrimalUpdate(psi, obs, 0.1, rule="original", local=2)
+
+
+def test_operators_of_single_precision_are_factorised_where_their_rank_is_low(normal):
+    left, right, w = normal(60, 4), normal(60, 4), normal(3, 60)
+    dense, full = (Operator((x @ right.mT).float()) for x in (left, normal(60, 4)))
+    factors = low_rank(dense)
+    assert factors.right is not None and factors.left.shape == (60, 4)
+    torch.testing.assert_close(factors(w.float()), dense(w.float()), rtol=1e-4, atol=1e-4)
+    full.left += normal(60, 60).float()
+    assert low_rank(full) is full
+    precise = Operator(left @ right.mT)
+    assert low_rank(precise) is precise
