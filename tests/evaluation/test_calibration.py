@@ -21,6 +21,7 @@ from kbf.evaluation.calibration import (
     MOST_SCORES,
     Calibration,
     calibrate,
+    calibrate_constant,
     chi_square,
     floor_of,
     mahalanobis,
@@ -499,3 +500,13 @@ def test_the_floor_has_the_largest_likelihood(normal):
             if likelihood > best:
                 best, floors = likelihood, floor
         torch.testing.assert_close(calibrate(states, means, C).floor, floors)
+
+
+def test_a_filter_without_covariances_has_that_of_its_errors(normal):
+    sizes = torch.tensor([0.1, 2.0, 30.0], dtype=F64)
+    means = normal(2000, 3)
+    found, zeros = calibrate_constant(means + sizes * normal(2000, 3), means)
+    assert zeros.shape == (2000, 3, 3) and not bool(zeros.any())
+    torch.testing.assert_close(
+        found.covariance(zeros[:1])[0], sizes.square().diag(), rtol=0.1, atol=0
+    )

@@ -13,6 +13,7 @@ from kbf.rkhs.linalg import (
     NotPositiveDefiniteError,
     cholesky,
     pivoted_cholesky,
+    product,
     psd_solve,
     safe_sqrt,
     some_rows,
@@ -54,6 +55,26 @@ def test_psd_solve_takes_a_ridge_for_each_matrix(normal):
     together = psd_solve(a, b, reg=reg)
     for k in range(2):
         torch.testing.assert_close(together[k], psd_solve(a, b, reg=float(reg[k])))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7])
+def test_many_small_matrices_are_those_one_by_one(normal, n):
+    """They are factorised, solved and multiplied by component, in any order of the memory."""
+    a, b, ridge = spd(normal, n, 300), normal(300, n, 2), 0.3 * torch.eye(n, dtype=F64)
+    for each in (a, a.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+        torch.testing.assert_close(cholesky(each), torch.linalg.cholesky(a))
+        torch.testing.assert_close(psd_solve(each, b, reg=0.3), torch.linalg.solve(a + ridge, b))
+        torch.testing.assert_close(product(each, b), a @ b)
+        torch.testing.assert_close(product(a[0], each, b[1]), a[0] @ a @ b[1])
+        torch.testing.assert_close(product(b.mT, each, b), b.mT @ a @ b)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_indefinite_matrix_of_many_small_ones_is_an_error(normal, n):
+    a = spd(normal, n, 300)
+    a[7] -= 2 * a[7].trace() * torch.eye(n, dtype=F64)
+    with pytest.raises(NotPositiveDefiniteError):
+        cholesky(a)
 
 
 def test_psd_solve_gradient(normal):
