@@ -20,6 +20,7 @@ from kbf.evaluation.calibration import (
     FLOOR_SHARES,
     MOST_SCORES,
     Calibration,
+    ForecastCalibration,
     calibrate,
     calibrate_constant,
     chi_square,
@@ -503,10 +504,24 @@ def test_the_floor_has_the_largest_likelihood(normal):
 
 
 def test_a_filter_without_covariances_has_that_of_its_errors(normal):
-    sizes = torch.tensor([0.1, 2.0, 30.0], dtype=F64)
+    sizes = torch.tensor([0.1, 2.0, 30.0], dtype=torch.float64)
     means = normal(2000, 3)
     found, zeros = calibrate_constant(means + sizes * normal(2000, 3), means)
     assert zeros.shape == (2000, 3, 3) and not bool(zeros.any())
     torch.testing.assert_close(
         found.covariance(zeros[:1])[0], sizes.square().diag(), rtol=0.1, atol=0
     )
+
+
+def test_between_two_horizons_calibrations_are_interpolated_by_their_logarithms(normal):
+    """Halfway between 2 and 8 is 4; before the first and beyond the last there is one alone."""
+    learned = {}
+    for horizon, size in ((2, 1.0), (8, 3.0)):
+        z, means, C = gaussian_steps(normal, 99)
+        learned[horizon] = calibrate(means + size * (z - means), means, C)
+    forecasts = ForecastCalibration.stack(learned)
+    for horizon, weight in ((1, 0.0), (2, 0.0), (4, 0.5), (8, 1.0), (50, 1.0)):
+        found = forecasts.at(horizon)
+        for name in ("scale", "floor", "scores"):
+            one, two = (getattr(learned[k], name).double() for k in (2, 8))
+            torch.testing.assert_close(getattr(found, name), (1 - weight) * one + weight * two)
