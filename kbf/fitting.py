@@ -222,6 +222,14 @@ def fit_source(
         raise ValueError(
             f"require: {unknown[0]!r} is no capability; there are {', '.join(CAPABILITIES)}"
         )
+    given = {
+        "intervals": calibrate,
+        "alarms": calibrate,
+        "controls": bool(source.column_schema.controls),
+    }
+    if lacking := [name for name in require if not given.get(name, True)]:
+        needs = "controls=" if lacking[0] == "controls" else "calibrate=True"
+        raise ValueError(f"require: {lacking[0]} needs {needs}")
     check_choice("model", model)
     check_choice("encoder", encoder)
     words = ["data=own", f"model={model}", f"seed={seed}", "logger=none"]

@@ -44,9 +44,15 @@ def choose(
         require: what candidates must meet (`kbf.filters.selection.requirements.REQUIREMENTS`).
 
     Raises:
-        ValueError: there are too few training steps to hold some out, or no candidate works.
+        ValueError: there are too few training steps to hold some out, or no candidate works; or
+            ``data.held=true``.
     """
     auto = config["model"]
+    if (config.get("data") or {}).get("held") is True:
+        raise ValueError(
+            "data.held=true takes repeats of readings as missing, and the models that model=auto "
+            "compares do not: use model=kbf, whose model selection does"
+        )
     fit, held = held_out_part(data, auto["validation"])
     scale = torch.cat([r.states for r in fit]).double().var(0, correction=0).cpu()
     search = Search([(fit, held)], scale, seconds_of(config.get("budget")))

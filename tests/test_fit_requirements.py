@@ -121,3 +121,17 @@ def test_candidates_of_a_checkpoint_with_errors_alone():
 def test_a_single_model_cannot_take_repeats_as_missing(model, held, message, data):
     with pytest.raises(ValueError, match=message):
         kbf.fit(data, **ARM, model=model, config={"data.held": held}, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [("controls", "controls needs controls="), ("alarms", "alarms needs calibrate=True")],
+)
+def test_what_the_arguments_exclude_is_refused_before_the_fit(lacking, message, data):
+    with pytest.raises(ValueError, match=message):
+        kbf.fit(data, **ARM, model="kalman", require=[lacking], calibrate=False, progress=False)
+
+
+def test_auto_refuses_repeats_as_missing(few, data):
+    with pytest.raises(ValueError, match=r"data\.held=true .*: use model=kbf"):
+        kbf.fit(data, **ARM, model="auto", config={"data.held": True}, progress=False)

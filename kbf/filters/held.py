@@ -71,6 +71,7 @@ def held_sensors(recordings: list[Recording]) -> Bool[Tensor, " q"]:
         enough = max(MIN_REPEATS, MIN_SHARE_OF_REPEATS * len(values))
         found[column] = (
             int(repeats.sum()) >= enough
+            and len(fresh.unique()) > 1  # else it is constant
             and len(fresh.unique()) >= MIN_SHARE_OF_VALUES * len(fresh)
             and len(runs.unique()) >= MIN_SHARE_OF_REPEATED_VALUES * len(runs)
         )
@@ -123,26 +124,31 @@ def held_by(held: str | bool, recordings: list[Recording]) -> Int[Tensor, " q"]:
     return torch.where(held_sensors(recordings), 1, torch.where(periods > 1, periods, 0))
 
 
-def repeated(x: Float[Tensor, "t q"]) -> Bool[Tensor, "t q"]:
-    """Return which readings repeat the one before."""
-    return torch.cat([torch.zeros_like(x[:1], dtype=torch.bool), x[1:] == x[:-1]])
-
-
 def without_repeats(recording: Recording, held: Shaped[Tensor, " q"]) -> Recording:
-    """Return the recording with NaN in place of readings of held sensors that repeat.
+    """Return the recording with NaN in place of readings of held sensors that repeat the last one.
 
     Args:
         recording: of observations ``T q``.
         held: as of `held_by`, or which sensors have missing repeats.
     """
-    x, held = recording.obs, held.long()
-    same = repeated(x)
-    steps = torch.arange(1, len(x), device=x.device)[:, None]
-    changed = ~same[1:] & x[1:].isfinite() & x[:-1].isfinite()
+    x, before, held = recording.obs, readings_before(observed(recording)), held.long()
+    steps = torch.arange(len(x), device=x.device)[:, None]
+    changed = (x != before) & x.isfinite() & before.isfinite()
     last = torch.where(changed, steps, 0).cummax(0).values  # 0 before the first change
     due = (held > 1) & (last > 0) & ((steps - last) % held.clamp_min(1) == 0)
-    same[1:] &= (held > 0) & ~due
+    same = (x == before) & (held > 0) & ~due
     return recording._replace(obs=torch.where(same, torch.nan, x))
+
+
+def readings_before(x: Float[Tensor, "t q"]) -> Float[Tensor, "t q"]:
+    """Return the last reading of each sensor before each step; NaN before the first one.
+
+    >>> readings_before(torch.tensor([[1.0], [torch.nan], [2.0], [3.0]]))[:, 0]
+    tensor([nan, 1., 1., 2.])
+    """
+    steps = torch.arange(len(x), device=x.device)[:, None]
+    at = torch.where(x.isfinite(), steps, 0).cummax(0).values
+    return torch.cat([torch.full_like(x[:1], torch.nan), x.gather(0, at)[:-1]])
 
 
 class HeldReadings:

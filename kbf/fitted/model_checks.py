@@ -48,5 +48,6 @@ def check_repeats(
     if held is True and sequences and not isinstance(net, ModelSelection):
         raise ValueError(
             "data.held=true takes repeats of readings as missing, which is a part of model "
-            f"selection; model={model.get('name')} is fitted without it"
+            f"selection, and model={model.get('name')} is fitted without it: leave out data.held, "
+            "or use model=kbf with calibrate=true and model.model_selection=true"
         )

@@ -25,7 +25,7 @@ from kbf.filters.gaussian.sensor_laws import (
     select_delays,
     working,
 )
-from kbf.filters.held import held_sensors, repeated, without_repeats
+from kbf.filters.held import held_sensors, readings_before, without_repeats
 from kbf.recording import Recording, observed
 
 
@@ -101,7 +101,7 @@ def sensor_findings(recordings: list[Recording]) -> list[Finding]:
         used = x[:, columns].isfinite()
         residuals[:, columns] = left_out(features_of(past).to(x), all_x[:, columns], used)
     residuals[lonely] = torch.nan
-    same = torch.cat([repeated(each.obs) for each in fresh])
+    same = torch.cat([each.obs == readings_before(each.obs) for each in fresh])
     smoothed = x.isnan() & all_x.isfinite()
     named, bad = failures(residuals, all_x, near, same, smoothed, suitable)
     hidden = torch.stack([widened(each, STEPS_OF_FAILURE) for each in bad.mT], 1)

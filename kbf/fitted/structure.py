@@ -104,7 +104,7 @@ def sentence_of(found: Finding, name: str, unit: str, step: float | None) -> str
     >>> sentence_of(Finding("late", 0, steps=2.0), "range", "m", 0.5)
     'range is late by 2 steps (1 s).'
     """
-    share = f"{100 * found.share:.2g} %"
+    share = f"{100 * found.share:.3g} %"
     size = f"{found.size:.3g} {unit}".rstrip()
     if math.isfinite(found.steps):
         count = f"{found.steps:.0f} step{'' if round(found.steps) == 1 else 's'}"

@@ -15,7 +15,7 @@ from kbf.filters.protocols import (
     control_components,
 )
 from kbf.filters.selection.auto import ModelSelection
-from kbf.filters.selection.requirements import can_smooth, why_not_exported
+from kbf.filters.selection.requirements import REQUIREMENTS, can_smooth, why_not_exported
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.compatibility import Reference, reference_of
 from kbf.fitted.estimates import Estimates
@@ -165,7 +165,7 @@ class Summary:
 
     def _cannot(self, what: str) -> str:
         """Why a capability is lacking, and what to do: the main model may have it, or another."""
-        if isinstance(self.trained.module.net, ModelSelection):
+        if isinstance(self.trained.module.net, ModelSelection) and what in REQUIREMENTS:
             advice = f"kbf.fit(..., require=[{what!r}]) selects among models that can"
         else:
             able = {"smooth": WITH_SMOOTHER, "append": WITH_MEMORY}[what]

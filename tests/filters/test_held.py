@@ -74,6 +74,35 @@ def test_the_filter_is_that_of_missing_readings():
         assert torch.equal(getattr(run, name), getattr(truth, name))
 
 
+@pytest.mark.parametrize("held", [[0, 1], [1, 4]])
+def test_training_and_filter_agree_on_repeats_after_gaps(held):
+    """A value that is the last reading before a gap is a repeat after it, too."""
+    new, gaps = (
+        walk(60, seed=1),
+        torch.rand(60, 2, generator=torch.Generator().manual_seed(3)) < 0.3,
+    )
+    obs = torch.where(gaps, torch.nan, new.obs)
+    mask = torch.ones(60, dtype=torch.bool)
+    mask[20:23] = False
+    filter = HeldReadings(LearnedKalman(), torch.tensor(held)).fit([walk(300)])
+    fresh = without_repeats(
+        Recording(new.states, torch.where(mask[:, None], obs, 0), mask), filter.held
+    )
+    state, rows = filter.init(1), []
+    for x, seen in zip(obs, mask, strict=True):
+        state = filter.predict(state)
+        rows.append(filter.fresh(state, x[None])[0])
+        state = filter.update(state, x[None]) if seen else state
+    assert torch.equal(torch.stack(rows)[mask].isnan(), fresh.obs[mask].isnan())
+    assert int((fresh.obs[mask].isnan() & obs[mask].isfinite()).sum()) > 10
+
+
+def test_a_constant_sensor_is_not_held():
+    recording = walk(60)
+    recording.obs[:, 1] = 2.5
+    assert held_sensors([recording]).tolist() == [False, False]
+
+
 def test_the_model_itself_requires_all_sensors_as_before():
     model = LearnedKalman()
     HeldReadings(model, torch.tensor([False, True])).fit([walk(300)])

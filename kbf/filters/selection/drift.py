@@ -81,9 +81,11 @@ def newest(recordings: list[Recording], judges: Iterable[Any]) -> int:
             return 0
         better = [n for n in counts if significantly_better(scores[0] - scores[n], MIN_STD_ERRORS)]
         counts = [min(better, key=lambda n: float(scores[n].mean()))] if better else []
-    if counts:
-        log.info("drift: only the last %d of %d steps are used for training", counts[0], end)
-    return counts[0] if counts else 0
+    if not counts:
+        return 0
+    count = total - nearest_end(lengths, total - counts[0])  # of several recordings whole ones
+    log.info("drift: only the last %d of %d steps are used for training", count, total)
+    return count
 
 
 @torch.no_grad()
