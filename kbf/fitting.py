@@ -115,14 +115,15 @@ def fit(
         reading: how the data is written, by the names of ``data=own``: ``{"date_format":
             "%d/%m/%Y %H:%M", "sort_by_time": True}``; and of CSV files ``text_encoding``,
             ``decimal``, ``thousands``, ``comment``, ``skip_lines``, ``units_row``, ``header``.
-        model: a name among ``configs/model``; ``"auto"`` fits several and selects the one with the
-            least error on the end of the recordings.
+        model: a name of the guide's table of models; ``"auto"`` fits several and selects the one
+            with the least error on the end of the recordings.
         config: further settings of ``kbf train`` by their names, as in
             ``{"model.net.transition": "gaussian"}``.
         encoder: of images, a name among ``configs/encoder``.
         training: settings of models trained by gradient, as in ``{"epochs": 20}``.
         require: capabilities that the filter must have (`FittedFilter.capabilities`), as in
-            ``["smooth", "export"]``; candidates that lack one are not selected.
+            ``["smooth", "export"]``. Candidates without smooth, export, missing_sensors or
+            intervals are not selected; others are an error where the selected one lacks them.
         validation: share of the recordings that models trained by gradient are validated on.
         calibrate: learn intervals and alarms, and select among models.
         budget: time for comparing models and calibrating: ``"90s"``, ``"10m"``, or seconds; None

@@ -38,8 +38,8 @@ train.head(3)
 # %% [markdown]
 # ## Different rates
 #
-# The beacon has a value in every tenth row. The rows between stay empty: a repeated value would
-# count as a new reading.
+# The beacon has a value in every tenth row. The rows between stay empty: a single model
+# takes each repeated value as a new reading.
 #
 # If rows of the training are partly missing, `fit` uses the other sensors of these rows. Each
 # sensor has its own conditional density. `model="kalman"` fits one model in seconds; which models

@@ -35,7 +35,8 @@ def check_sensors(model: dict[str, Any], net: nn.Module, sequences: list[Recordi
     if partly:
         raise ValueError(
             f"model={model.get('name')} requires all sensors, and {partly} steps lack some: kbf, "
-            "kernel_monte_carlo, kalman, window_ridge and particle_learned use the others, and "
+            "kernel_monte_carlo, particle_learned, ukf_learned, kalman and window_ridge are among "
+            "those that use the others, and "
             "allow_missing_sensors=False counts such steps as unobserved"
         )
 

@@ -1,4 +1,4 @@
-"""How the sensors of recordings behave: late, held, stuck, failing, drifting, and their noise.
+"""How sensors of recordings behave: constant, late, held, stuck, failing, drifting, their noise.
 
 Recorded states are known, so that each property is read off the residuals of a regression of the
 readings on the states (`kbf.filters.gaussian.sensor_laws`). A filter is not required. A property

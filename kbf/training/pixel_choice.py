@@ -22,7 +22,7 @@ log: logging.Logger = logging.getLogger(__name__)
 MAX_IMAGES = 1000
 # Blocks of consecutive images whose mean errors are compared.
 BLOCKS = 20
-# Standard errors by which the regression must be better than the encoders.
+# Level of the t test by which the regression must be better than the encoders, in standard errors.
 MIN_STD_ERRORS = 2.0
 
 

@@ -23,7 +23,7 @@ from kbf.recording import observed
 MIN_NMSE_UNPREDICTABLE = 0.95
 # Share of test steps outside the range of the training states from which a note is printed.
 MIN_SHARE_OUTSIDE = 0.05
-# Blocks of the test part, and standard errors over them by which a sensor must be better.
+# Blocks of the test part, and the level of the t test over them, in standard errors.
 BLOCKS = 10
 MIN_STD_ERRORS = 2.0
 # Share of the squared error from which one column dominates ``test.mse``.
@@ -83,7 +83,8 @@ def print_baselines(
 def sensor_notes(names: list[str], data: Data, estimates: Float[Tensor, "m d"]) -> list[str]:
     """Return notes on states that a sensor itself reads with a smaller error than the estimate.
 
-    The error is smaller by `MIN_STD_ERRORS` standard errors over `BLOCKS` blocks of the test part.
+    The error is smaller by a t test at the level of `MIN_STD_ERRORS` standard errors, over `BLOCKS`
+    blocks of the test part.
 
     Args:
         names: of the columns of the state.

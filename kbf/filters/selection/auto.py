@@ -90,7 +90,7 @@ MIN_STEPS_TO_COMPARE = 50
 MIN_STEPS_FOR_MORE = 200
 # Steps below which models of `SLOW` are not compared.
 MIN_STEPS_FOR_SLOW = {"window_boosting": 500, "gru": 2001, "mamba": 5000}
-# Steps above which only every third fold is held out: fits are slow, and blocks are many.
+# Steps above which only the second and the fifth fold are held out: fits are slow.
 MIN_STEPS_OF_LARGE_DATA = 2000
 # Share of the error of the best candidate by which that of the average must be smaller: a step of
 # an average takes as long as those of all its members.
@@ -142,8 +142,8 @@ class ModelSelection(nn.Module):
                 other than `PLAIN` are stopped when the search ends, and one that would take
                 longer, by its first fold, is stopped early. The main model is no exception.
             require: what candidates must meet
-                (`kbf.filters.selection.requirements.REQUIREMENTS`). An average has no
-                paths (`kbf.filters.smoothing.sample_paths`).
+                (`kbf.filters.selection.requirements.REQUIREMENTS`). An average cannot
+                sample paths (`kbf.filters.smoothing.sample_paths`): smooth selects a single model.
             held: whether exact repeats of readings are missing readings: True for those of all
                 sensors, False for none, auto for those that `kbf.filters.held.held_sensors` finds.
 
