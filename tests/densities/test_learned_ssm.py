@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -330,6 +331,18 @@ def test_merged_densities_give_the_numbers_of_the_model(few_kernels):
         torch.testing.assert_close(differences, differences[:1, :1].expand(3, 5))
     branches = fit_density("branches", data[0].states, data[0].obs)
     assert learned_ssm.merged(branches) is branches
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_move_of_a_lagged_model_adds_the_drawn_change(few_kernels, order):
+    data = recordings(60)
+    model = learned_ssm.learn_lagged_model(data, order=order)
+    model = replace(model, extra=torch.zeros_like(model.extra))
+    z, change = data[0].states[5:9], torch.diff(data[0].states[4:9], dim=0)
+    state = torch.cat([z, change], 1)[:, : order * z.shape[1]]
+    moved, drawn = model.move(state, generator()), model.change.sample(state, generator())
+    after = model.manifold.project(z + drawn)
+    torch.testing.assert_close(moved, torch.cat([after, after - z], 1)[:, : order * z.shape[1]])
 
 
 def test_observations_of_a_lagged_model_are_fitted_once(monkeypatch, few_kernels):

@@ -234,7 +234,10 @@ def test_the_encoder_stays_in_eval_mode():
 def test_what_it_refuses():
     with pytest.raises(ValueError, match=r"the data set has no default: set model\.net\.encoder"):
         FeatureKBF(None)
-    with pytest.raises(ValueError, match="rule=pseudo_inverse needs full Gram matrices"):
+    names = "importance_weighted or original"
+    with pytest.raises(
+        ValueError, match=f"rule=pseudo_inverse needs full Gram matrices; use {names}$"
+    ):
         net(rule="pseudo_inverse", rank=None)
     with pytest.raises(ValueError, match="KBF: kernel must be one of"):
         net(kernel="none")
