@@ -426,6 +426,8 @@ def test_several_regimes_are_compared_second_with_the_kinds_of_the_best_filter_f
     z = torch.arange(50, dtype=torch.float64)[:, None].sin()
     model.select_kinds([([], [Recording(z, z)])], (0, 1), float("inf"))
     assert asked[1][0] == (1, 1), "the kinds of the first comparison"
+    assert {reading for _, reading in asked[1]} == {1}, "only the change map is of another kind"
+    assert len({move for move, _ in asked[1]}) > 1
     assert model.regimes.tolist() == [0, 1] and model.kinds.tolist() == [1, 1]
 
 
