@@ -219,6 +219,12 @@ def small_grid(monkeypatch):
     monkeypatch.setattr(hyperparameters, "PAPER_REGS", (1e-4, 5e-4))
 
 
+def test_the_grid_is_the_published_one():
+    """The settings of the published code of Xu et al. (2022): 18 for each filter."""
+    assert hyperparameters.PAPER_SCALES == (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+    assert hyperparameters.PAPER_REGS == (5e-5, 1e-4, 5e-4)
+
+
 def test_paper_grid_is_the_least_validation_error(small_grid):
     """All settings by hand: the published kernel exp(-||a - b||^2 / s), and the error of each on
     the last part.
