@@ -9,6 +9,7 @@ import torch
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.kernel.kernel_bayes_smoother import kernel_bayes_smoother
+from kbf.filters.kernel.smoother import RuleBackward
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording, transitions
@@ -106,3 +107,16 @@ def test_unknown_rules_are_refused():
         kernel_bayes_smoother(
             torch.ones(2, 3), torch.eye(3), transitions([3], None), (0.1, 0.1), rule="pseudo"
         )
+
+
+def test_a_step_back_of_a_batch_is_that_of_each_recording(normal):
+    """Over the Gram matrix, and over features that span it."""
+    z, w, following = normal(9, 2), normal(3, 9) + 0.5, normal(3, 9)
+    source, target, width = torch.arange(8), torch.arange(1, 9), torch.tensor(1.0, dtype=F64)
+    back = RuleBackward(source, target, gaussian, width)
+    together = back(w, following, z)
+    for k in range(3):
+        torch.testing.assert_close(together[k], back(w[k : k + 1], following[k : k + 1], z)[0])
+    features = torch.linalg.cholesky(gaussian(z, z, bandwidth=width))
+    torch.testing.assert_close(together, back(w, following, z, features), rtol=1e-6, atol=1e-8)
+    assert not bool(together[:, 8].any()), "the last state has no successor"
