@@ -290,7 +290,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
             verdicts.append(
                 Verdict(finding, ours, every([*won[COND], *won[KBR]]), asked=cost == "n")
             )
-        verdicts.append(of_iw(d, line(d, IW), line(d, KBR), abc))
+        verdicts += of_iw(d, line(d, IW), line(d, KBR), abc)
     for method in (KBR, PRINTED):
         points = [row for d in dimensions for row in line(d, method)]
         better = [
@@ -304,8 +304,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
 
 def of_iw(
     d: int, points: list[Row], others: list[Row], abc: Callable[[int, str, float | int], float]
-) -> Verdict:
-    """Whether IW-KBR is more accurate than ABC and KBR from the same number of simulations.
+) -> list[Verdict]:
+    """Whether IW-KBR is more accurate than ABC, and than KBR, from as many simulations.
 
     Args:
         d: dimension.
@@ -317,13 +317,18 @@ def of_iw(
         ABC: [row["mse"] < abc(d, "n", row["n"]) for row in points],
         KBR: [row["mse"] < error[row["n"]] for row in points],
     }
-    counts = ", ".join(
-        f"than {name} at {sum(won)} of {len(won)} sizes" for name, won in wins.items()
-    )
     last = points[-1]
-    ours = f"{counts}; at n = {last['n']}: {last['mse']:.3g}, KBR {error[last['n']]:.3g}"
-    finding = f"the IW rule is more accurate than ABC and KBR from the same simulations, d = {d}"
-    return Verdict(finding, ours, every([*wins[ABC], *wins[KBR]]), asked=True)
+    theirs = {ABC: abc(d, "n", last["n"]), KBR: error[last["n"]]}
+    return [
+        Verdict(
+            f"the IW rule is more accurate than {name} from the same simulations, d = {d}",
+            f"at {sum(won)} of {len(won)} sizes; at n = {last['n']}: {last['mse']:.3g}, "
+            f"{name} {theirs[name]:.3g}",
+            every(won),
+            asked=True,
+        )
+        for name, won in wins.items()
+    ]
 
 
 def every(won: list[bool]) -> bool | None:

@@ -87,7 +87,7 @@ Figure 8: sigma = 1, epsilon = 0.001 / sqrt(n) for densities as kernels as in th
 (30,000 need 7 GB for each copy of the matrix). It does not say which error it shows: here that of
 the conditional mean. Figure 1, the surface over sigma and epsilon, is in results.csv (kind grid),
 not in the picture. ICF, RFF, divide and conquer and leverage scores, which the draft's figures do
-not have, run along.
+not have, are computed as well.
 """
 
 

@@ -63,7 +63,7 @@ ckme_gaussian: m = n^(2/3) for every cheap form; the ridge is epsilon over k(x, 
 ridge are chosen for each method from one grid by 5-fold cross-validation of the RKHS distance; 30
 trials of 20 queries; RMSE is the expectation over the true sample y; figure 9, the surface, is in
 results.csv (kind grid). ICF, RFF, divide and conquer and leverage scores, which the draft's
-figures do not have, run along.
+figures do not have, are computed as well.
 """
 BUMPS, NOISE = 10, 0.1
 

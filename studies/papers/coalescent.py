@@ -203,7 +203,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
     def ahead(one: Row, other: Row, errors: Sequence[str] = tuple(ERRORS)) -> bool | None:
         """Whether one is more accurate than another, in all errors.
 
-        None where it cannot be told.
+        None where the difference is not significant.
         """
         pair = frozenset((form(one), form(other)))
         return all_of([one[e] < other[e] if p[ERRORS[e], pair] < 0.05 else None for e in errors])
@@ -225,6 +225,16 @@ def judge(rows: list[Row]) -> list[Verdict]:
                 asked=True,
             )
         )
+    others = [r for r in table if r["method"] != LCKME]
+    better = [r for r in others if ahead(r, mine, ["mse_mean"])]
+    verdicts.append(
+        Verdict(
+            "no other form is significantly more accurate than LCKME by the mean, in any time",
+            "; ".join([describe(mine), *(map(describe, better) if better else ["none is"])]),
+            not better,
+            asked=True,
+        )
+    )
     faster = [r for r in table if r["method"] != LCKME and r["seconds"] < mine["seconds"]]
     beaten = [r for r in faster if ahead(r, mine, ["mse_mean"])]
     level = [
@@ -234,7 +244,10 @@ def judge(rows: list[Row]) -> list[Verdict]:
     ]
     parts = [
         f"{'; '.join(map(describe, some))} {what}"
-        for some, what in ((beaten, "ahead in both"), (level, "perhaps"))
+        for some, what in (
+            (beaten, "faster and significantly more accurate"),
+            (level, "faster, and not significantly more accurate"),
+        )
         if some
     ]
     finding = "no other form is both faster and more accurate than LCKME, by the mean"

@@ -51,19 +51,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"runs": 3, "n": [50, 100], "scales": [10.0]},
 }
 NOTES = """\
-The prior's embedding is that of n draws, alpha = 1/2. In appendix A r_0 is in the range of
-C^beta_1 for every beta_1 < 1/2; the rates are those of the limit. f = k_Z(., 1). An observation of
-three values, because with a Gaussian one and a Gaussian kernel the conditional operator is not in
-H_X x H_Z, as theorem 3.6 of Xu et al. demands. The theorems have ridges n^-a without a factor, but
-kernels of any height s: multiplying both kernels by s is dividing eta, epsilon and lambda by s,
-and delta by s^2. At s = 1 delta is larger than the squared eigenvalues of C_XX (0.08 to 0.2) at
-all n that can be reached, and the error is its bias, a share delta / (c^2 + delta), which falls as
-delta only in the limit; so s = 10 is judged, and s = 1 is told. A slope is that of the logarithm
+The prior's embedding is that of n draws, alpha = 1/2. In appendix A r_0 is in the range of C^beta_1
+for every beta_1 < 1/2; the rates are those of the limit. f = k_Z(., 1). An observation of three
+values, because with a Gaussian one and a Gaussian kernel the conditional operator is not in H_X x
+H_Z, as theorem 3.6 of Xu et al. demands. The theorems have ridges n^-a without a factor, but
+kernels of any height s: multiplying both kernels by s is dividing eta, epsilon and lambda by s, and
+delta by s^2. At s = 1 delta is larger than the squared eigenvalues of C_XX (0.08 to 0.2) at all n
+that can be reached, and the error is its bias, a share delta / (c^2 + delta), which falls as delta
+only in the limit; so s = 10 is judged, and s = 1 is only reported. A slope is that of the logarithm
 of the root mean square error over runs; its standard error is the jackknife's over runs. The
 theorems are upper bounds: a rate is reproduced if the errors fall at least as fast, and undecided
 within two standard errors of it. IW's errors of E[f(Z) | x] are beside; no rate of their own is
-stated for them. What the paper says of the two rules against each other compares bounds; here it
-is asked of the errors. Where fewer than 1 % of the weights are below zero, IW's covariance is the
+stated for them. What the paper says of the two rules against each other compares bounds; here it is
+asked of the errors. Where fewer than 1 % of the weights are below zero, IW's covariance is the
 original's, and no slower: undecided.
 """
 
@@ -224,7 +224,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
     judged = scales[-1]
     slopes = {(*key, s): slope(rows, *key, s) for key in PROVEN for s in scales}
 
-    def told(what: str, method: str) -> str:
+    def listed(what: str, method: str) -> str:
         return ", ".join(
             f"{slopes[what, method, s][0]:.3f} +- {slopes[what, method, s][1]:.3f} (s = {s:g})"
             for s in reversed(scales)
@@ -236,7 +236,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         verdicts.append(
             Verdict(
                 f"{what}, {method}: slope of at most {-rate:.3f}",
-                told(what, method),
+                listed(what, method),
                 below(value, -rate, se),
             )
         )
@@ -262,15 +262,17 @@ def judge(rows: list[Row]) -> list[Verdict]:
         ),
         Verdict(
             "clipping makes the covariance of IW converge more slowly than the original's",
-            f"{told(COVARIANCE, IW)} and {told(COVARIANCE, ORIGINAL)}; weights below zero: "
+            f"{listed(COVARIANCE, IW)} and {listed(COVARIANCE, ORIGINAL)}; weights below zero: "
             f"{shares}",
             None if idle and not slower else slower,  # with nothing to clip the two are the same
+            asked=True,
         ),
         Verdict(
             "the conditional operator of IW converges faster than the original's, given the "
             "covariances",
-            f"{told(OPERATOR, IW)} and {told(OPERATOR, ORIGINAL)}",
+            f"{listed(OPERATOR, IW)} and {listed(OPERATOR, ORIGINAL)}",
             faster(slopes[OPERATOR, IW, judged], slopes[OPERATOR, ORIGINAL, judged]),
+            asked=True,
         ),
     ]
 

@@ -27,9 +27,9 @@ from studies.papers.base import Job, Row, Settings, Verdict, means, wilcoxon
 
 ORIGINAL, WEIGHTED, NEURAL, LSTM, PARTICLES = "original", "IW", "IW(NN)", "LSTM", "particle filter"
 CODED_LSTM, CODED_PARTICLES, CODED, END_TO_END = (
-    "LSTM on codes",
-    "particle filter on codes",
-    "IW on codes",
+    "LSTM on encodings",
+    "particle filter on encodings",
+    "IW on encodings",
     "IW end to end",
 )
 FLOOR = "floor"
@@ -43,7 +43,7 @@ draws, and in the test it runs on from the first step. Particle filter: the pape
 its likelihood was, and the published code has none; here 4,000 particles of the true dynamics with
 a Gaussian around a learned image for each pixel. "Significant" is p < 0.05, the paper's first
 star. Five lines are our additions: an LSTM, a particle filter with the true dynamics and the
-importance-weighted rule with an enlarged memory, all three on the codes of the same encoders;
+importance-weighted rule with an enlarged memory, all three on the encodings of the same encoders;
 features that go on learning through the filter ("end to end"); and the floor. Their settings were
 looked for on other draws of the data, with the same effort for the LSTM. But for the paper's LSTM,
 models, seeds and data are those of kbf compare.
@@ -60,7 +60,7 @@ TOGETHER = (
 )
 """The methods of one piece of work.
 
-Those on codes share their encoders, which take most of the time.
+Those on encodings share their encoders, which take most of the time.
 """
 
 
@@ -146,7 +146,7 @@ def work(problem: Problem, data: Any, job: Job) -> list[Row]:
 
 
 def error_of(method: str, problem: Problem, data: Any, job: Job, directory: Path) -> float:
-    """Fit one method and score it; fitted codes are kept in ``directory``, for the next."""
+    """Fit one method and score it; fitted encodings are kept in ``directory``, for the next."""
     seed, epochs = job["run"], job["epochs"]
     if method == FLOOR:
         return floor(data.problem, data.train, data.decoded, seed=seed).mse.item()

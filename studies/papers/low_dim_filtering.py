@@ -167,7 +167,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
             all(2 * len(near[m]) > len(sizes) for m in kernel),
         ),
         Verdict(
-            "IW slightly outperforms the original rule on both",
+            "IW slightly outperforms the original rule on both (here: at every n, by any amount)",
             third,
             all(len(below[d]) == len(sizes) for d in PROBLEMS),
         ),

@@ -123,6 +123,8 @@ def judge(rows: list[Row]) -> list[Verdict]:
             finding, ours, significantly_better(len(won) == len(dimensions), largest), asked
         )
 
+    # Errors are sums over the components, which grow with the dimension by themselves.
+    relative = {d: error[d, WEIGHTED] / error[d, PRIOR] for d in dimensions}
     growing = [
         m
         for m in (ORIGINAL, WEIGHTED)
@@ -144,6 +146,13 @@ def judge(rows: list[Row]) -> list[Verdict]:
             "IW is better than the original rule with n^2 delta, too", WEIGHTED, DAMPED, asked=True
         ),
         ahead("IW is better than the prior's mean", WEIGHTED, PRIOR, asked=True),
+        Verdict(
+            "relative to the error of the prior's mean, the error of IW increases with the "
+            "dimension",
+            ", ".join(f"d = {d}: {relative[d]:.2f}" for d in dimensions),
+            all(relative[a] < relative[b] for a, b in pairwise(dimensions)),
+            asked=True,
+        ),
     ]
 
 
