@@ -114,7 +114,11 @@ def test_candidates_of_a_checkpoint_with_errors_alone():
 @pytest.mark.parametrize(
     ("model", "held", "message"),
     [
-        ("kalman", True, "data.held=true takes repeats .*; model=kalman is fitted without it"),
+        (
+            "kalman",
+            True,
+            "data.held=true takes repeats .* model=kalman is fitted without it: leave out",
+        ),
         ("kalman", "sometimes", "data.held must be auto, true or false"),
     ],
 )

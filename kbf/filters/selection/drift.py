@@ -83,7 +83,7 @@ def newest(recordings: list[Recording], judges: Iterable[Any]) -> int:
         counts = [min(better, key=lambda n: float(scores[n].mean()))] if better else []
     if not counts:
         return 0
-    count = total - nearest_end(lengths, total - counts[0])  # of several recordings whole ones
+    count = total - nearest_end(lengths, float(total - counts[0]))  # whole ones of several
     log.info("drift: only the last %d of %d steps are used for training", count, total)
     return count
 

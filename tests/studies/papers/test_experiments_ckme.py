@@ -722,13 +722,15 @@ def test_verdicts_on_the_coalescent():
         return [v.reproduced for v in verdicts]
 
     best = (1.0, 1.0, 0.5)
-    assert answer(LCKME=best) == [True] * 4
-    assert answer(runs=4, LCKME=best) == [None, None, None, True]  # p is 1/8 at the least
-    assert answer(LCKME=best, CKME=(0.9, 0.9, 5.0)) == [False, True, True, True]
-    assert answer(LCKME=best, NWKR=(2.0, 0.9, 5.0)) == [True, True, False, True]  # not by the mode
-    assert answer(LCKME=best, random=(0.9, 2.0, 0.1)) == [True, False, True, False]
-    assert answer(LCKME=best, RFF=(0.9, 2.0, 0.1)) == [True, True, True, False]
-    assert answer(runs=4, LCKME=best, RFF=(0.9, 2.0, 0.1))[3] is None
+    assert answer(LCKME=best) == [True] * 5
+    assert answer(runs=4, LCKME=best) == [None, None, None, True, True]  # p is 1/8 at the least
+    assert answer(LCKME=best, CKME=(0.9, 0.9, 5.0)) == [False, True, True, False, True]
+    by_mode = answer(LCKME=best, NWKR=(2.0, 0.9, 5.0))
+    assert by_mode == [True, True, False, True, True]  # less accurate by the mode alone
+    assert answer(LCKME=best, random=(0.9, 2.0, 0.1)) == [True, False, True, False, False]
+    assert answer(LCKME=best, RFF=(0.9, 2.0, 0.1)) == [True, True, True, False, False]
+    assert answer(LCKME=best, RFF=(0.9, 2.0, 5.0)) == [True, True, True, False, True]
+    assert answer(runs=4, LCKME=best, RFF=(0.9, 2.0, 0.1))[4] is None
 
 
 def test_the_size_is_chosen_by_what_was_taken_out():

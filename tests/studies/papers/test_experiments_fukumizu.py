@@ -449,7 +449,7 @@ def abc_rows(kernel: float, printed: float):
 
 
 def test_verdicts_of_the_abc_comparison():
-    time, simulations, weighted, own, printed = abc.judge(abc_rows(0.1, 10.0))
+    time, simulations, weighted, theirs, own, printed = abc.judge(abc_rows(0.1, 10.0))
     assert (time.reproduced, simulations.reproduced, own.reproduced, printed.reproduced) == (
         True,
         True,
@@ -458,15 +458,17 @@ def test_verdicts_of_the_abc_comparison():
     )
     assert [v.asked for v in (time, simulations, own, printed)] == [False, True, False, True]
     assert "KBR at 3 of 3 sizes" in time.ours
-    assert weighted.asked and weighted.reproduced is None  # against ABC, not against KBR
-    assert "than ABC at 3 of 3 sizes, than KBR at 0 of 3 sizes; at n = 10000" in weighted.ours
-    time, simulations, weighted, own, _ = abc.judge(
+    assert weighted.asked and weighted.reproduced is True and "than ABC" in weighted.finding
+    assert "at 3 of 3 sizes; at n = 10000" in weighted.ours
+    assert theirs.asked and theirs.reproduced is False and "than KBR" in theirs.finding
+    assert "at 0 of 3 sizes; at n = 10000" in theirs.ours
+    time, simulations, weighted, theirs, own, _ = abc.judge(
         abc_rows(30.0, 10.0)
     )  # 30 / n against 1 / sqrt(n), and against 1 / sqrt(10 n)
     assert (time.reproduced, simulations.reproduced, own.reproduced) == (None, None, True)
     assert "COND at 3 of 3 sizes, KBR at 1 of 3 sizes" in time.ours
     assert "COND at 3 of 3 sizes, KBR at 2 of 3 sizes" in simulations.ours
-    assert weighted.reproduced is True
+    assert weighted.reproduced is theirs.reproduced is True
     assert {test["n"] for test in abc.tests(abc_rows(1.0, 1.0))} == {100, 1000, 10_000}
 
 
