@@ -16,6 +16,7 @@ from kbf.filters.protocols import Filter
 from kbf.filters.selection.cross_validation import MAX_BLOCKS, Held, Row, Search
 from kbf.filters.selection.requirements import check_meets
 from kbf.fitted.checkpoint import Trained
+from kbf.fitted.model_checks import check_repeats
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import scratch
 from kbf.runtime.errors import FitError
@@ -48,11 +49,7 @@ def choose(
             ``data.held=true``.
     """
     auto = config["model"]
-    if (config.get("data") or {}).get("held") is True:
-        raise ValueError(
-            "data.held=true takes repeats of readings as missing, and the models that model=auto "
-            "compares do not: use model=kbf, whose model selection does"
-        )
+    check_repeats("auto", config.get("data") or {})
     fit, held = held_out_part(data, auto["validation"])
     scale = torch.cat([r.states for r in fit]).double().var(0, correction=0).cpu()
     search = Search([(fit, held)], scale, seconds_of(config.get("budget")))

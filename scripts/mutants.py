@@ -171,12 +171,13 @@ def candidates(path: Path) -> Iterator[tuple[tuple[Any, ...], Mutant]]:
 
     source, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
     hidden, nodes = excluded(source), list(ast_nodes(get_ast(source)))
+    lines = source.splitlines()
     for operator_name, operator in operators().items():
         occurrence = -1
         for node in nodes:
             for start, _ in operator.mutation_positions(node):
                 occurrence += 1
-                line = source.splitlines()[start[0] - 1]
+                line = lines[start[0] - 1]
                 separator = line[start[1] :].startswith("*,")  # of parameters
                 if separator or any(low <= tuple(start) < high for low, high in hidden):
                     continue

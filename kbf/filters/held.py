@@ -146,9 +146,17 @@ def readings_before(x: Float[Tensor, "t q"]) -> Float[Tensor, "t q"]:
     >>> readings_before(torch.tensor([[1.0], [torch.nan], [2.0], [3.0]]))[:, 0]
     tensor([nan, 1., 1., 2.])
     """
+    return torch.cat([torch.full_like(x[:1], torch.nan), forward_filled(x)[:-1]])
+
+
+def forward_filled(x: Float[Tensor, "t q"]) -> Float[Tensor, "t q"]:
+    """Return x with the last value before it in place of each NaN; NaN before the first value.
+
+    >>> forward_filled(torch.tensor([[torch.nan], [1.0], [torch.nan], [2.0]]))[:, 0]
+    tensor([nan, 1., 1., 2.])
+    """
     steps = torch.arange(len(x), device=x.device)[:, None]
-    at = torch.where(x.isfinite(), steps, 0).cummax(0).values
-    return torch.cat([torch.full_like(x[:1], torch.nan), x.gather(0, at)[:-1]])
+    return x.gather(0, torch.where(x.isnan(), 0, steps).cummax(0).values)
 
 
 class HeldReadings:

@@ -106,7 +106,8 @@ class FittedModel(nn.Module):
         if data.get("allow_missing_sensors") and hasattr(net, "allow_missing_sensors"):
             net.allow_missing_sensors = True
         check_sensors(model, net, sequences or [])
-        check_repeats(model, net, data, sequences or [])
+        if sequences and not isinstance(net, ModelSelection):
+            check_repeats(model.get("name"), data)
         self.net.to(self.model_dtype)
         d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
         self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)

@@ -6,7 +6,6 @@ from typing import Any
 from torch import nn
 
 from kbf.filters.held import check_held
-from kbf.filters.selection.auto import ModelSelection
 from kbf.recording import Recording
 
 
@@ -41,14 +40,11 @@ def check_sensors(model: dict[str, Any], net: nn.Module, sequences: list[Recordi
         )
 
 
-def check_repeats(
-    model: dict[str, Any], net: nn.Module, data: Mapping[str, Any], sequences: list[Recording]
-) -> None:
-    """Raise a ValueError for ``data.held=true`` and a model that has repeats for readings."""
-    held = check_held(data.get("held", "auto"))
-    if held is True and sequences and not isinstance(net, ModelSelection):
+def check_repeats(name: str | None, data: Mapping[str, Any]) -> None:
+    """Raise a ValueError for ``data.held=true`` of a model that is fitted without selection."""
+    if check_held(data.get("held", "auto")) is True:
         raise ValueError(
             "data.held=true takes repeats of readings as missing, which is a part of model "
-            f"selection, and model={model.get('name')} is fitted without it: leave out data.held, "
-            "or use model=kbf with calibrate=true and model.model_selection=true"
+            f"selection, and model={name} is fitted without it: leave out data.held. For model "
+            "selection: use model=kbf with calibrate=true and model.model_selection=true"
         )

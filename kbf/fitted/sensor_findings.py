@@ -117,7 +117,7 @@ def repeats(recordings: list[Recording]) -> tuple[list[Finding], list[Recording]
         columns = [each.obs[:, k] for each in recordings]
         same = [column[1:] == column[:-1] for column in columns]
         share = float(torch.cat(same).double().mean())
-        readings = torch.cat(columns)
+        readings = torch.cat([observed(each)[:, k] for each in recordings])
         if len(readings[readings.isfinite()].unique()) == 1:
             held[k] = True
             found.append(Finding("constant", k))

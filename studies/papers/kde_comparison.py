@@ -47,10 +47,9 @@ SMALLER_BANDWIDTHS = (0.5, 0.7, 1.0, 1.4)
 FACTORS = tuple(2 ** (k / 2) for k in range(-4, 6))
 NOTES = """\
 The error is the mean square over queries and components (the paper does not say whether it sums
-over components; the rise with d is then a stronger statement). KDE + IW: h_X = h_Y in 2, 4, ...,
-20 as in the paper, by least-squares cross-validation of the joint density, and by the best mean
-error over the runs, as the paper does; the latter uses the true
-posterior. As h = 2 is wide at small
+over components; the rise with d is then a stronger statement). KDE + IW: h_X = h_Y in 2, 4, ..., 20
+as in the paper, by least-squares cross-validation of the joint density, and by the best mean error
+over the runs, as the paper does; the latter uses the true posterior. As h = 2 is wide at small
 dimensions, "best of more" looks at 0.5, 0.7, 1 and 1.4 too. Its weights are computed with
 logarithms, so that they do not underflow. KBR: the paper does not print the ridges of this figure;
 these are those of its section 5.2, epsilon = 0.01 / n and delta = 2 epsilon for the operators (n^2

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
+from kbf.filters.held import forward_filled
 from kbf.filters.protocols import WithoutHyperparameters
 from kbf.filters.regression.window_width import MAX_NUMBERS, candidates, select_width
 from kbf.recording import Recording, as_recordings, check_vectors, control_width, observed
@@ -137,13 +138,11 @@ def rows_of(recording: Recording) -> Float[Tensor, "T c"]:
 
     At the start the first value is used. A component that is always NaN remains NaN.
     """
-    obs = recording.obs
-    there = ~obs.isnan()
-    there = there if recording.mask is None else there & recording.mask[:, None]
-    if not bool(there.all()):
-        steps = torch.arange(len(obs), device=obs.device)[:, None]
-        held = torch.where(there, steps, -1).cummax(0).values
-        obs = obs.gather(0, torch.where(held >= 0, held, there.int().argmax(0)))
+    obs = observed(recording)
+    if bool(obs.isnan().any()):
+        first = recording.obs.gather(0, (~obs.isnan()).int().argmax(0, keepdim=True))
+        filled = forward_filled(obs)
+        obs = torch.where(filled.isnan(), first, filled)
     return with_controls(obs, recording)
 
 
