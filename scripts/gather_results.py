@@ -61,7 +61,8 @@ def gather(into: Path, folders: list[Path]) -> None:
     )
     write_json(
         into / "about.json",
-        abouts[0] | {"command": [about["command"] for about in abouts], "commits": commits},
+        abouts[0]
+        | {"command": [each for about in abouts for each in commands(about)], "commits": commits},
     )
     numbers: list[dict[str, Any]] = [
         {
@@ -89,6 +90,12 @@ def gather(into: Path, folders: list[Path]) -> None:
     figure = curves(shown, **axes, by="model", panel="data", log="y", across=3)
     save(figure, into / "comparison.png")
     print(f"in {into}: {len(keys)} rows of {len({key[0] for key in keys})} data sets")
+
+
+def commands(about: dict[str, Any]) -> list[str]:
+    """The commands of a table: several if it was itself gathered."""
+    given = about["command"]
+    return given if isinstance(given, list) else [given]
 
 
 def number(text: str | None) -> float:

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gather_results import gather
+from gather_results import commands, gather
 
 from kbf.runtime.atomic_files import copy, write_json
 from kbf.runtime.provenance import commit
@@ -58,10 +58,9 @@ def within(names: list[str], known: dict[str, Any], results: Path) -> list[str]:
 
 def commands_of(about: dict[str, Any]) -> list[list[str]]:
     """The words of its commands, without the folder that they once wrote to."""
-    given = about["command"] if isinstance(about["command"], list) else [about["command"]]
     return [
         [word for word in shlex.split(each)[1:] if not word.startswith("run_dir=")]
-        for each in given
+        for each in commands(about)
     ]
 
 
@@ -88,11 +87,11 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
     Raises:
         ValueError: a command failed.
     """
-    commands = with_settings(commands_of(about), settings)
+    made_by = with_settings(commands_of(about), settings)
     folders = (
-        [runs / name / str(k) for k in range(len(commands))] if len(commands) > 1 else [runs / name]
+        [runs / name / str(k) for k in range(len(made_by))] if len(made_by) > 1 else [runs / name]
     )
-    for command, folder in zip(commands, folders, strict=True):
+    for command, folder in zip(made_by, folders, strict=True):
         words = " ".join(["kbf", *command])
         print(f"{name}: {words}", flush=True)
         done = subprocess.run(

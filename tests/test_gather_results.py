@@ -56,6 +56,16 @@ def test_tables_stand_one_below_the_other(folders, tmp_path):
     assert (tmp_path / "all" / "comparison.png").stat().st_size > 5000
     assert not (tmp_path / "all" / "wilcoxon.csv").exists()  # there were none
 
+    (more := tmp_path / "more").mkdir()  # what was gathered is gathered with another table
+    rows = (folders[0] / "results.csv").read_text().replace("clutter", "spikes")
+    (more / "results.csv").write_text(rows)
+    (more / "about.json").write_text(
+        json.dumps({"command": "kbf compare data=spikes", "commit": "def"})
+    )
+    assert gather(tmp_path / "three", tmp_path / "all", more).returncode == 0
+    about = json.loads((tmp_path / "three" / "about.json").read_text())
+    assert about["command"][-1] == "kbf compare data=spikes" and len(about["command"]) == 3
+
 
 @pytest.mark.slow
 def test_both_kinds_of_paired_tests_are_kept(folders, tmp_path):

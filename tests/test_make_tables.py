@@ -40,6 +40,11 @@ def test_they_are_listed_with_commit_and_hours(results, capsys):
     assert "makes those of a folder" in capsys.readouterr().out
 
 
+def test_every_table_of_the_project_names_its_commands(capsys):
+    make_tables.main([])
+    assert capsys.readouterr().out.count("kbf compare") > 50
+
+
 @pytest.mark.slow
 def test_a_table_is_replaced_by_what_its_command_makes_now(results, tmp_path, monkeypatch):
     monkeypatch.setattr(make_tables, "commit", lambda: "def")
