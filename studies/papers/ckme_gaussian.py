@@ -83,11 +83,11 @@ trials as in the draft, each of 20 queries in place of one; RMSE is the expectat
 over the true sample y, trace(cov) + ||estimate - mean||^2. RFF has n epsilon where the draft has m
 epsilon. Times (of the processor) are of one fit and these queries at given sigma and epsilon.
 Figure 8: sigma = 1, epsilon = 0.001 / sqrt(n) for densities as kernels as in the draft, m = 300,
-100 queries, every second or third of the draft's n; its largest n of CKME is 30,000, here 10,000
-(30,000 need 7 GB for each copy of the matrix). It does not say which error it shows: here that of
-the conditional mean. Figure 1, the surface over sigma and epsilon, is in results.csv (kind grid),
-not in the picture. ICF, RFF, divide and conquer and leverage scores, which the draft's figures do
-not have, are computed as well.
+10 runs as in the draft, 100 queries, every second or third of its n; its largest n of CKME is
+30,000, here 10,000 (30,000 need 7 GB for each copy of the matrix). It does not say which error it
+shows: here that of the conditional mean. Figure 1, the surface over sigma and epsilon, is in
+results.csv (kind grid), not in the picture. ICF, RFF, divide and conquer and leverage scores,
+which the draft's figures do not have, are computed as well.
 """
 
 
