@@ -49,7 +49,7 @@ FOLDERS = (
 """Folders of kbf/ that are mutated, and of tests/ whose tests are run."""
 MIN_NOTICED = 0.95
 """Share of the mutants, without equivalent ones, that the tests must notice."""
-TIMEOUT_FACTOR = 10
+TIMEOUT_FACTOR = 5
 """A mutant whose tests take this many times the time of the unchanged code counts as noticed."""
 MIN_TIMEOUT = 60
 """Seconds that a mutant has at least: short test runs vary by the load of the machine."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kbf.filters.gaussian.block_scores import with_factors
+from kbf.filters.gaussian.block_scores import COARSE_FACTORS, with_factors
 from kbf.filters.gaussian.hidden_chain import products, smoothed_chain
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.leave_one_out import weighted_errors
@@ -265,6 +265,14 @@ def test_regimes_share_one_update_with_factors_of_each_recording():
     logs = state.probabilities.log() + density.log_prob(obs[:, 0])
     found = step.log_likelihood(state, obs[:, 0])
     torch.testing.assert_close(found, logs.logsumexp(-1))
+
+
+def test_kinds_are_compared_with_the_noise_as_fitted_and_with_more():
+    filter = StartingFilter(UnscentedKalmanFilter(scalar(0.9)), normal(50, 1))
+    factors = torch.tensor(COARSE_FACTORS, dtype=F64)
+    (Q, R), fitted = with_factors(filter, factors).inner.model[2:4], filter.inner.model
+    assert torch.equal(Q[0], fitted.Q) and torch.equal(R[0], fitted.R)
+    assert (Q[1:] > fitted.Q).all()
 
 
 def test_the_error_is_near_that_of_all_paths():

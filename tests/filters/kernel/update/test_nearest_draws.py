@@ -72,6 +72,20 @@ def test_posterior_means_are_those_of_bayes_rule(q, copies):
     assert torch.allclose(mean, x.sum(1) / (q + s**2), atol=0.08)
 
 
+def test_the_width_of_the_kernel_smooths_little():
+    """z ~ N(0, I_2), x = z + N(0, 0.25 I): E[z | x] = 0.8 x, from which a wide kernel shrinks."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(1000, 2, dtype=F64, generator=g)
+    obs = z[:, None] + 0.5 * torch.randn(1000, 32, 2, dtype=F64, generator=g)
+    x = 1.25**0.5 * torch.randn(200, 2, dtype=F64, generator=g)
+
+    def error(**settings: float) -> float:
+        w = LocalUpdate(obs, z, dtype=F64, **settings)(torch.ones(200, 1000, dtype=F64), x)
+        return float((w @ z / w.sum(-1, keepdim=True) - 0.8 * x).square().mean())
+
+    assert error() < 0.8 * error(width=1.0)  # measured: 0.0086 and 0.0118
+
+
 def test_observations_of_more_components_than_the_state_are_projected():
     states, obs, _, x = problem(n=50, q=6)
     update = LocalUpdate(obs, states)
