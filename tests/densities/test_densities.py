@@ -358,6 +358,21 @@ def test_networks_are_scored_on_what_they_did_not_see():
     assert fitted.held_out.mean() < own
 
 
+def test_networks_learn_two_branches_to_a_tenth_of_a_nat():
+    """y = +-(2 + u / 2) + N(0, 0.1^2), both signs with probability 1/2."""
+
+    def draw(seed: int) -> tuple[Tensor, Tensor]:
+        u = inputs(400, seed)
+        sign = torch.where(torch.rand(400, 1, generator=generator(seed + 1)) < 0.5, -1.0, 1.0)
+        return u, sign * (2 + u / 2) + 0.1 * randn(400, 1, seed=seed + 2)
+
+    u, y = draw(10)
+    densities = [torch.distributions.Normal(s * (2 + u / 2), 0.1).log_prob(y) for s in (-1, 1)]
+    truth = torch.stack(densities).logsumexp(0).mean() - math.log(2)
+    found = fit_networks(*draw(0)).density.log_density(y, u).mean()
+    assert found > truth - 0.15
+
+
 def test_candidates_are_scored_without_their_stretch():
     """The first fifth is moved far away: a law that had seen it would not be surprised."""
     u = inputs(200)

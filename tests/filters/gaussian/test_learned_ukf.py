@@ -355,7 +355,9 @@ def test_short_recordings_keep_the_first_candidates():
     assert learned.factors.tolist() == [1, 1]
     assert held_out_parts(turning(24)) == []
     assert len(held_out_parts(turning(300))) == 3
-    assert len(held_out_parts(turning(3200))) == 1
+    [(rest, held)] = held_out_parts(long := turning(3200))
+    assert torch.equal(held[-1].states[-1], long[0].states[-1]), "the last part"
+    assert torch.equal(rest[0].states[0], long[0].states[0])
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_means_are_exact_and_others_are_farther_in_relative_entropy(normal):
             assert ((other * (other / q).log()).sum(-1) > entropy).all()
 
 
+def test_few_newton_steps_are_enough():
+    z = torch.linspace(-9, 9, 2001, dtype=F64)[:, None]
+    means = torch.tensor([[0.7], [-2.0]], dtype=F64)
+    found = match_means((-z.square() / 2).mT.expand(2, -1), z, means, steps=2)
+    torch.testing.assert_close(found @ z, means, rtol=0, atol=1e-4)
+
+
 def test_nothing_is_tilted_that_is_right(normal):
     z, b = normal(30, 2), normal(5, 30)
     torch.testing.assert_close(match_means(b, z, b.softmax(-1) @ z), b.softmax(-1))
