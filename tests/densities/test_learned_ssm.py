@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kbf.densities import learned_ssm
 from kbf.densities.learned_ssm import LearnedModel, learn_model
-from kbf.densities.per_sensor import SelectedSensors
+from kbf.densities.per_sensor import SelectedSensors, find_sensors
 from kbf.densities.ridge import fit_ridge_map
 from kbf.densities.selection import DENSITIES, fit_density
 from kbf.filters.particle.learned import LearnedParticleFilter
@@ -441,6 +441,13 @@ def test_a_map_by_any_kernel_follows_its_function(name):
     assert (scale >= 1).all()
 
 
+def test_inputs_that_are_mostly_equal_have_a_map(normal):
+    u = normal(100, 1)
+    u[:80] = 0
+    mean, _ = fit_ridge_map(u, u.sin() + 0.01 * normal(100, 1)).predict(u)
+    torch.testing.assert_close(mean, u.sin(), rtol=0, atol=0.1)
+
+
 def test_an_unknown_kernel_of_a_map():
     u = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
     with pytest.raises(
@@ -449,6 +456,12 @@ def test_an_unknown_kernel_of_a_map():
         fit_ridge_map(u, u, kernels=("cosine",))
     with pytest.raises(ValueError, match="no setting to try of the kernels arcsine"):
         fit_ridge_map(u, u, kernels=("arcsine",), slopes=())
+
+
+def test_cosine_and_sine_are_one_sensor(normal):
+    angle, others = normal(50, 1), normal(50, 2)
+    obs = torch.cat([others[:, :1], angle.cos(), angle.sin(), others[:, 1:]], 1)
+    assert find_sensors(obs).tolist() == [0, 1, 1, 2]
 
 
 def test_stored_sensors_have_a_known_density_or_none():

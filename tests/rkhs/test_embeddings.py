@@ -146,6 +146,9 @@ def test_mode_is_never_worse_than_the_best_training_point(normal):
 def test_mode_of_weights_without_positive_mass_is_the_best_training_point():
     points = tensor([[0.0], [1.0], [5.0]])
     assert Embedding(points, tensor([-1.0, -1.0, -0.1])).mode(KERNEL).tolist() == [5.0]
+    points = tensor([[0.7], [-1.9], [2.5]])  # from its best point the iteration goes to infinity
+    wide = partial(gaussian, bandwidth=2.0)
+    assert Embedding(points, tensor([1.7, -1.3, -1.8])).mode(wide).tolist() == [0.7]
 
 
 # rotations

@@ -69,6 +69,12 @@ def test_many_small_matrices_are_those_one_by_one(normal, n):
         torch.testing.assert_close(product(b.mT, each, b), b.mT @ a @ b)
 
 
+def test_a_product_of_a_tall_matrix(normal):
+    a, b = normal(300, 3), normal(3, 2)
+    torch.testing.assert_close(product(a, b), a @ b)
+    torch.testing.assert_close(product(a.mT, a), a.mT @ a)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_one_indefinite_matrix_of_many_small_ones_is_an_error(normal, n):
     a = spd(normal, n, 300)

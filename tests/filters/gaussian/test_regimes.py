@@ -2,6 +2,8 @@
 
 import math
 from itertools import pairwise, product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch import Tensor
 
 from kbf.filters.gaussian.block_scores import COARSE_FACTORS, with_factors
 from kbf.filters.gaussian.hidden_chain import products, smoothed_chain
+from kbf.filters.gaussian.learned_maps import LearnedMap
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
 from kbf.filters.gaussian.leave_one_out import weighted_errors
+from kbf.filters.gaussian.map_sources import jump_covariance, source_of
 from kbf.filters.gaussian.moments import GaussianState, kalman_predict, kalman_update
 from kbf.filters.gaussian.regimes import (
     STRUCTURES,
@@ -385,3 +389,19 @@ def test_regimes_that_no_model_has_are_refused():
 def test_a_regime_of_one_recording_needs_enough_steps():
     with pytest.raises(FitError):
         LearnedUKF().fit([Recording(normal(3, 2), normal(3, 1))])
+
+
+def test_the_covariance_of_few_jumps_is_drawn_to_the_noise_of_the_map():
+    """(sum_t w_t e_t e_t^T + diag(noise)) / (sum_t w_t + 1); the noise itself without jumps."""
+    none, noise = torch.zeros(1, dtype=torch.long), 0.3 * torch.eye(2, dtype=F64) + 0.1
+    source = source_of(
+        [Recording(normal(41, 2), normal(41, 1, seed=1))], none, none > 0, faulty=False
+    )
+    w = torch.rand(40, generator=generator(2), dtype=F64)
+    regimes: Any = SimpleNamespace(marginals=torch.stack([w, torch.zeros_like(w)], 1))
+    source = source._replace(regimes=regimes)
+    still = LearnedMap(None, torch.zeros(2, dtype=F64), None, None, noise)
+    e, prior = source.moves.change, noise.diagonal().diag()
+    expected = (torch.einsum("t,ti,tj->ij", w, e, e) + prior) / (w.sum() + 1)
+    torch.testing.assert_close(jump_covariance(source, still, 0), expected)
+    torch.testing.assert_close(jump_covariance(source, still, 1), prior)
