@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from kbf.filters.gaussian.learned_ukf import KINDS, LearnedUKF
+from kbf.filters.gaussian.map_pairs import pairs_of
 from kbf.filters.gaussian.sparse_maps import (
     BLOCKS,
     MAX_INPUTS,
     block_errors,
     fit_sparse,
     forward_selection,
+    inputs_of_maps,
     select_inputs,
 )
 from kbf.recording import Recording
@@ -53,6 +55,16 @@ def test_inputs_of_each_output_are_found():
     error = (fitted(new)[:, :2] - truth).square().mean(0)
     assert bool((error < 0.02**2 * 10).all())
     torch.testing.assert_close(fitted(new[:1]), fitted(new)[:1])
+
+
+def test_inputs_are_selected_for_moves_and_sensors_but_not_for_counts():
+    z = draws(400, 2)
+    obs = z @ torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=F64) + 0.1 * draws(400, 2, 1)
+    counts = torch.tensor([False, True])
+    pairs = pairs_of([Recording(z, obs)], torch.zeros(2, dtype=torch.long), counts)
+    found = inputs_of_maps(pairs, 2)
+    torch.testing.assert_close(found[:2], select_inputs(pairs.inputs, pairs.change))
+    assert found[2].any() and not found[3].any()
 
 
 def test_a_map_of_velocity_forgets_places():
