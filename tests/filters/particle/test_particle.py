@@ -352,6 +352,14 @@ def test_no_noise_and_no_observation_change_nothing():
     )
 
 
+def test_one_initial_state_is_enough_and_none_too_few():
+    one = BootstrapFilter(oscillatory(), tensor([[1.0, 2.0]]), 5).init(1, generator=generator())
+    assert torch.equal(one.particles[0], tensor([[1.0, 2.0]]).expand(5, 2))
+    for states, particles in ((torch.zeros(0, 2, dtype=F64), 5), (tensor([[1.0, 2.0]]), 0)):
+        with pytest.raises(ValueError, match="requires particles and initial states"):
+            BootstrapFilter(oscillatory(), states, particles)
+
+
 def test_impossible_observation_resets_the_weights():
     """Gaussian likelihoods underflow to -inf in no case, so the model is made of a hard limit."""
 
