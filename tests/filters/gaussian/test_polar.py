@@ -6,7 +6,8 @@ import torch
 
 from kbf.filters.gaussian.ekf import extended
 from kbf.filters.gaussian.moments import GaussianState
-from kbf.filters.gaussian.polar import TurningFilter
+from kbf.filters.gaussian.polar import TurningFilter, turning_filter
+from kbf.recording import Recording
 
 F64 = torch.float64
 
@@ -20,7 +21,7 @@ class Turning:
         raise NotImplementedError
 
     def chart(self, z: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        return torch.stack([torch.atan2(z[:, 1], z[:, 0]), self.unit * z[:, 2]], -1)
 
 
 def test_moments_on_the_circle_are_those_of_draws():
@@ -35,3 +36,19 @@ def test_moments_on_the_circle_are_those_of_draws():
     torch.testing.assert_close(filter.estimate(state), z.mean(1), atol=4e-3, rtol=0)
     expected = torch.stack([each.mT.cov() for each in z])
     torch.testing.assert_close(filter.covariance(state), expected, atol=4e-3, rtol=0)
+
+
+def test_first_moments_are_taken_around_the_mean_direction():
+    """Directions around pi: their angles, of which some are near -pi, have a small variance."""
+    g = torch.Generator().manual_seed(0)
+    theta = torch.pi + 0.2 * torch.randn(200, dtype=F64, generator=g)
+    speed, error = torch.randn(2, 200, dtype=F64, generator=g)
+    z = torch.stack([theta.cos(), theta.sin(), speed], -1)
+    seen = theta + 0.1 * error
+    memory = Recording(z, torch.stack([seen.cos(), seen.sin()], -1))
+    filter = turning_filter(Turning(), memory, extended)
+    expected = torch.stack([theta, Turning.unit * speed])
+    away = (filter.mean - expected.mean(1) + torch.pi).remainder(2 * torch.pi) - torch.pi
+    torch.testing.assert_close(away, torch.zeros(2, dtype=F64))
+    torch.testing.assert_close(filter.cov, expected.cov())
+    torch.testing.assert_close(filter.R, (0.1 * error).square().mean().reshape(1, 1))
