@@ -7,7 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from kbf.rkhs.features import NystromFeatures, nystrom, pivots, random_fourier
+from kbf.rkhs.features import (
+    POINTS_AT_A_TIME,
+    NystromFeatures,
+    RandomFourierFeatures,
+    nystrom,
+    pivots,
+    random_fourier,
+)
 from kbf.rkhs.kernels import gaussian, trace
 from kbf.rkhs.linalg import NotPositiveDefiniteError, pivoted_cholesky
 
@@ -142,3 +149,18 @@ def test_random_fourier_is_drawn_by_its_generator(normal):
 def test_random_fourier_refuses_an_odd_number():
     with pytest.raises(ValueError, match="even"):
         random_fourier(2, 7, bandwidth=1.0)
+
+
+def test_the_module_of_random_features_is_the_function(normal):
+    x, generator = normal(POINTS_AT_A_TIME + 3, 2), torch.Generator().manual_seed(3)
+    psi = random_fourier(2, 8, bandwidth=0.7, generator=generator)
+    bandwidth = torch.tensor(0.7, dtype=torch.float64)
+    module = RandomFourierFeatures(bandwidth, 2, 7, seed=3)
+    torch.testing.assert_close(module(x), psi(x))
+    torch.testing.assert_close(module.all(x), psi(x))
+
+
+def test_features_of_many_points_are_those_of_each(normal):
+    x = normal(POINTS_AT_A_TIME + 3, 1)
+    features = NystromFeatures("gaussian", torch.tensor(0.7, dtype=torch.float64), x[:50], 8, 1e-9)
+    torch.testing.assert_close(features.all(x), features(x))

@@ -12,6 +12,9 @@ import torch
 from kbf.rkhs.linalg import (
     NotPositiveDefiniteError,
     cholesky,
+    cholesky_by_column,
+    column_medians,
+    patterns,
     pivoted_cholesky,
     product,
     psd_solve,
@@ -20,6 +23,7 @@ from kbf.rkhs.linalg import (
     squared_distance,
     triangular_solves,
     two_factors,
+    varying,
 )
 
 F64 = torch.float64
@@ -73,6 +77,47 @@ def test_a_product_of_a_tall_matrix(normal):
     a, b = normal(300, 3), normal(3, 2)
     torch.testing.assert_close(product(a, b), a @ b)
     torch.testing.assert_close(product(a.mT, a), a.mT @ a)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_many_small_systems_without_a_ridge(normal, n):
+    a, b = spd(normal, n, 300), normal(300, n, 2)
+    torch.testing.assert_close(psd_solve(a, b), torch.linalg.solve(a, b))
+    a[7] = 0
+    with pytest.raises(NotPositiveDefiniteError):
+        psd_solve(a, b)
+
+
+def test_cholesky_by_column_is_cholesky(normal):
+    a = spd(normal, 5, 3)
+    torch.testing.assert_close(cholesky_by_column(a), torch.linalg.cholesky(a))
+    assert cholesky_by_column(a - 100 * torch.eye(5, dtype=F64)).isnan().any()
+
+
+def test_columns_that_are_present_together_are_a_group():
+    seen = torch.tensor([[True, False, True, True], [True, True, True, False]])
+    assert sorted(group.tolist() for group in patterns(seen)) == [[0, 2], [1], [3]]
+
+
+def test_medians_of_columns_are_the_lower_ones():
+    x = torch.tensor([[3.0, 1.0], [1.0, 2.0], [2.0, 9.0], [7.0, 0.0]])
+    assert column_medians(x).tolist() == [2.0, 1.0]
+    assert column_medians(x[:3]).tolist() == [2.0, 2.0]
+
+
+def test_constant_columns_are_those_that_vary_by_rounding_only():
+    nan = math.nan
+    columns = {
+        (1e9, 1e9 + 1e-3): False,  # relative to its own size
+        (1e9, 1e9 + 10): True,
+        (0.0, 1e-9): False,  # relative to the largest column
+        (0.0, 1e-5): True,
+        (nan, 2.0): False,
+        (nan, nan): False,
+    }
+    x = torch.tensor(list(columns), dtype=F64).mT
+    assert varying(x).tolist() == list(columns.values())
+    assert varying(x[:0]).tolist() == [False] * 6
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -9,12 +9,18 @@ import math
 import pytest
 import torch
 
-from kbf.densities.learned_ssm import learn_lagged_model
+from kbf.data.windows import held_out_blocks, split
+from kbf.densities.learned_ssm import learn_lagged_model, widened
 from kbf.evaluation.metrics import nll
 from kbf.evaluation.score import score
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.kernel_monte_carlo.filter import JITTER, KernelMonteCarloFilter, local_weights
-from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
+from kbf.filters.kernel_monte_carlo.model import (
+    BURN_IN,
+    HELD_OUT_SHARE,
+    KernelMonteCarlo,
+    held_out,
+)
 from kbf.filters.rollout import rollout
 from kbf.filters.smoothing import smooth
 from kbf.recording import Recording
@@ -233,6 +239,50 @@ def test_hidden_velocity_is_found_and_used():
     run = rollout(net.fit([memory]), test.obs[None].float(), generator=generator())
     assert int(net.order) == 2
     assert (run.estimates[0, 20:].double() - test.states[20:]).square().mean() < 1.25 * floor
+
+
+def test_settings_have_the_least_error_on_the_last_fifth():
+    """Of those that differ from the selected ones in the inflation, or in the restarts."""
+    memory, _ = hidden_velocity(260, 1)
+    net = KernelMonteCarlo(
+        *(60, 2, 16),
+        density="gaussian",
+        inflations=(1.0, 4.0),
+        regs=(1e-2, 0.0),
+        restarts=(0.005, 0.5),
+        tempers=(1.0, 0.5),
+    )
+    net.prepare([memory])
+    fit, held = split([memory], HELD_OUT_SHARE)
+    blocks, scale = held_out_blocks(held), fit[0].states.var(0)
+
+    def error(inflation: float, restart: float) -> float:
+        model = widened(learn_lagged_model(fit, order=order, density="gaussian"), inflation)
+        filter = net.filter_of(model, fit, float(net.reg), restart, float(net.temper))
+        return held_out(filter, blocks, scale, net.seed).error
+
+    order, inflation, restart = int(net.order), float(net.inflation), float(net.restart)
+    best = error(inflation, restart)
+    assert best <= error(inflation, 0.505 - restart)
+    assert best <= error(5 - inflation, restart)
+    filter = net.fit([memory])
+    assert (filter.reg, filter.particles) == (float(net.reg), 60)
+    assert filter.initial.dtype == torch.float32 and len(filter.initial) == 261 - order
+
+
+def test_the_scores_of_held_out_blocks():
+    """Mean of e^2 / s, and of e^2 / v + log v with v = C / s; the first steps do not count."""
+    memory, _ = hidden_velocity(120, 1)
+    net = KernelMonteCarlo(60, 2, 16, density="gaussian", orders=(1,))
+    filter = net.fit([memory])
+    scale = torch.tensor([4.0], dtype=F64)
+    found = held_out(filter, [memory], scale, seed=3)
+    run = rollout(filter, memory.obs[None].float(), covariances=True, generator=generator(3))
+    assert run.covariances is not None
+    e = (run.estimates[0, BURN_IN:].double() - memory.states[BURN_IN:]).square() / scale
+    v = run.covariances[0, BURN_IN:, :, 0].double() / scale
+    assert found.error == pytest.approx(float(e.mean()), rel=1e-4)
+    assert found.log_score == pytest.approx(float((e / v + v.log()).mean()), rel=1e-4)
 
 
 def test_what_the_first_observation_cannot_tell_is_not_lost():
