@@ -422,3 +422,13 @@ def test_it_is_kept_as_plain_tensors(monitor, filter, tmp_path):
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_the_first_alarm_that_applies_is_named():
+    """A diverged track before an observation far from the training, before a large innovation."""
+    far = torch.tensor([0.001, 0.001, 0.5, 0.5, torch.nan])
+    yes, no = torch.tensor([True]), torch.tensor([False])
+    alarm, diverged = torch.cat([yes, yes, yes, no, no]), torch.cat([yes, no, no, no, no])
+    check = Check(far, torch.ones(5), alarm, diverged, torch.zeros(5, 1))
+    names = ["diverged", "out_of_distribution", "innovation_outlier", "", ""]
+    assert check.names(torch.tensor(0.01)) == names

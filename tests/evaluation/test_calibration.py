@@ -525,3 +525,30 @@ def test_between_two_horizons_calibrations_are_interpolated_by_their_logarithms(
         for name in ("scale", "floor", "scores"):
             one, two = (getattr(learned[k], name).double() for k in (2, 8))
             torch.testing.assert_close(getattr(found, name), (1 - weight) * one + weight * two)
+
+
+def test_intervals_of_columns_have_the_quantiles_of_their_own_scores(normal):
+    """Without them there are none; above the largest rank at least those of a Gaussian."""
+    z, means, C = gaussian_steps(normal, 99)
+    learned = calibrate(z, means, C)
+    assert learned.column_quantile(0.5) is None
+    scores = torch.stack([torch.linspace(0, 9, 99), torch.linspace(0, 1, 99)], 1).double()
+    learned = learned._replace(column_scores=scores)
+    for rank in (1, 50, 99):
+        assert torch.equal(learned.column_quantile(rank / 100), scores[rank - 1])
+    gaussian = scipy.stats.norm.ppf(0.5 + 0.9999 / 2)
+    assert learned.column_quantile(0.9999).tolist() == pytest.approx([9.0, gaussian])
+
+
+def test_calibrations_of_forecasts_are_read_as_they_were_stored(normal):
+    z, means, C = gaussian_steps(normal, 99)
+    learned = {k: calibrate(means + k * (z - means), means, C) for k in (1, 4)}
+    forecasts = ForecastCalibration.stack(learned)
+    stored = forecasts.stored()
+    assert "column_scores" not in stored and stored["horizons"].tolist() == [1, 4]
+    again = ForecastCalibration.read(stored)
+    assert again is not None and "horizons" in stored
+    for horizon in (1, 2, 9):
+        for one, two in zip(again.at(horizon), forecasts.at(horizon), strict=True):
+            assert (one is None and two is None) or torch.equal(one, two)
+    assert ForecastCalibration.read(None) is None
