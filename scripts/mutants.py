@@ -4,11 +4,11 @@
     .venv/bin/python scripts/mutants.py 200 --seed 0      # make mutants MUTANTS=200
 
 Draws places of `FOLDERS` at random, mutates each by an operator of cosmic-ray (an arithmetic or
-comparison operator, a number, a truth value, a loop) or drops a transpose, and runs the quick
-tests of the mirrored folder until the first fails, short ones first. Annotations, messages and
-raised errors are left out. Each process works on a copy, runs/mutants/tree*. Results are kept in
-data/results/mutants.jsonl, and the same command resumes: a noticed mutant runs again only if its
-file changed, a survivor also if the tests of its folder changed.
+comparison operator, a number, a truth value, a loop) or drops a transpose, and runs the tests of
+the mirrored folder until the first fails, short ones first and those marked slow last. Annotations,
+messages and raised errors are left out. Each process works on a copy, runs/mutants/tree*. Results
+are kept in data/results/mutants.jsonl, and the same command resumes: a mutant runs again only if
+its file changed, one that survived without a reason also if the tests of its folder changed.
 
 Writes runs/mutants/survivors.md. A survivor that computes the same as the original belongs into
 studies/mutants_equivalent.txt with the reason. Returns 1 below `MIN_NOTICED`.
@@ -66,6 +66,8 @@ LEFT_OUT = {"VariableReplacer", "VariableInserter", "RemoveDecorator", "NoOp", "
 """Operators of cosmic-ray that need settings, or that change no computation."""
 MESSAGES = {"warn", "warning", "info", "debug"}
 """Calls whose arguments are messages."""
+MARKED = ("not slow", "slow")
+"""Expressions of pytest's -m: tests that run at first, and then on what these do not notice."""
 PRELOADED = ("torch", "numpy", "scipy.linalg", "scipy.stats", "beartype", "matplotlib")
 """Packages that every test run needs: imported once, then inherited by the forked processes."""
 
@@ -280,11 +282,12 @@ def make_tree(started: Any) -> None:
     shutil.copy(ROOT / "pyproject.toml", TREE)
 
 
-def run_tests(tests: list[str], timeout: float, durations: Path) -> tuple[str, float]:
-    """Run quick tests of `TREE` until one fails; returns the verdict and the seconds.
+def run_tests(tests: list[str], timeout: float, durations: Path, marked: str) -> tuple[str, float]:
+    """Run tests of `TREE` until one fails; returns the verdict and the seconds.
 
     Args:
         tests: the files. timeout: in seconds. durations: see `ShortFirst`.
+        marked: one of `MARKED`.
 
     Verdicts: "passed", "failed", "timeout", and "broken" if pytest could not run the tests.
     """
@@ -303,7 +306,7 @@ def run_tests(tests: list[str], timeout: float, durations: Path) -> tuple[str, f
             sys.path[:0] = [str(TREE)]
             import pytest
 
-            words = ["-x", "-q", "-n", "0", "-m", "not slow", "-p", "no:cacheprovider"]
+            words = ["-x", "-q", "-n", "0", "-m", marked, "-p", "no:cacheprovider"]
             code = int(pytest.main([*words, *tests], plugins=[ShortFirst(durations)]))
             if not str(getattr(sys.modules.get("kbf"), "__file__", TREE)).startswith(str(TREE)):
                 code = 98  # the tests ran another kbf
@@ -314,8 +317,8 @@ def run_tests(tests: list[str], timeout: float, durations: Path) -> tuple[str, f
         while time.monotonic() - start < timeout:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                # 1: a test failed; 2: a file could not be imported; others: pytest itself
-                verdicts = {0: "passed", 1: "failed", 2: "failed"}
+                # 1: a test failed; 2: a file could not be imported; 5: there are no tests
+                verdicts = {0: "passed", 1: "failed", 2: "failed", 5: "passed"}
                 code = os.waitstatus_to_exitcode(status)
                 verdict = "failed" if code < 0 else verdicts.get(code, "broken")
                 return verdict, time.monotonic() - start
@@ -333,19 +336,25 @@ def test(mutant: Mutant) -> tuple[Mutant, str, float]:
     Raises:
         ValueError: pytest broke off.
     """
-    seconds, durations = baseline(mutant.folder)
-    limit = max(TIMEOUT_FACTOR * seconds, MIN_TIMEOUT)
-    path = TREE / mutant.path
+    path, tests = TREE / mutant.path, tests_for(mutant.path, mutant.folder)
     source, stat = path.read_text(encoding="utf-8"), path.stat()
+    verdict, total = "passed", 0.0
     try:
-        path.write_text(mutated(mutant, source), encoding="utf-8")
-        verdict, seconds = run_tests(tests_for(mutant.path, mutant.folder), limit, durations)
+        for marked in MARKED:
+            seconds, durations = baseline(mutant.folder, marked)
+            limit = max(TIMEOUT_FACTOR * seconds, MIN_TIMEOUT)
+            path.write_text(mutated(mutant, source), encoding="utf-8")
+            verdict, seconds = run_tests(tests, limit, durations, marked)
+            path.write_text(source, encoding="utf-8")
+            total += seconds
+            if verdict != "passed":
+                break
     finally:
         path.write_text(source, encoding="utf-8")
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     if verdict == "broken":
         raise ValueError(f"pytest broke off at {mutant.name}, see {TREE}/output.txt")
-    return mutant, verdict, seconds
+    return mutant, verdict, total
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -379,21 +388,21 @@ def equivalents() -> dict[tuple[str, str], str]:
     return found
 
 
-def baseline(folder: str) -> tuple[float, Path]:
-    """Return the seconds of the tests of a folder on the unchanged code, and of each; kept.
+def baseline(folder: str, marked: str = "not slow") -> tuple[float, Path]:
+    """Return the seconds of some tests of a folder on the unchanged code, and of each; kept.
 
     Raises:
         ValueError: one of them fails.
     """
     files = [*(ROOT / "kbf").rglob("*.py"), *(ROOT / "tests" / folder).rglob("*.py")]
-    key = digest("baseline", folder, hash_of(files))
+    key = digest("baseline", folder, marked, hash_of(files))
     durations, known = OUT / f"durations_{key[:16]}.json", read_results()
     if key not in known or not durations.exists():
-        verdict, seconds = run_tests(tests_for("", folder), 3600, durations)
+        verdict, seconds = run_tests(tests_for("", folder), 3600, durations, marked)
         if verdict != "passed":
             durations.unlink(missing_ok=True)
             raise ValueError(f"tests/{folder}: {verdict} without a mutation, see {TREE}/output.txt")
-        print(f"{folder}: {seconds:.0f} s without a mutation", flush=True)
+        print(f"{folder}, {marked}: {seconds:.0f} s without a mutation", flush=True)
         known[key] = keep({"key": key, "seconds": seconds})
     return known[key]["seconds"], durations
 
@@ -404,13 +413,14 @@ def run(mutants: list[Mutant], jobs: int) -> list[dict[str, Any]]:
     Raises:
         ValueError: tests that fail without a mutation, or a run of pytest that broke off.
     """
-    known, rows, pending = read_results(), {}, {}
+    known, rows, pending, reasons = read_results(), {}, {}, equivalents()
     for mutant in mutants:
         source = hash_of([ROOT / mutant.path])
         tests = hash_of((ROOT / "tests" / mutant.folder).rglob("*.py"))
         key = digest(source, mutant.path, mutant.operator, mutant.occurrence)
         row = known.get(key)
-        if row is None or (row["verdict"] == "passed" and row["tests"] != tests):
+        equal = (mutant.path, mutant.after) in reasons
+        if row is None or (row["verdict"] == "passed" and row["tests"] != tests and not equal):
             pending[mutant] = {"key": key, "tests": tests}
         else:
             rows[mutant] = row | mutant._asdict()
