@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kbf.densities.learned_ssm import learn_model
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.gaussian.moments import training_moments
 from kbf.filters.kernel.kbf import KBF, stacked
-from kbf.filters.kernel.simulated_kbf import SimulatedKBF, quantise
+from kbf.filters.kernel.simulated_kbf import SimulatedKBF, bounded_run, quantise
 from kbf.filters.kernel.update import rule
 from kbf.filters.protocols import Filter, FilterModel
 from kbf.filters.rollout import rollout
@@ -447,6 +448,34 @@ def excess_over_kalman(model: SimulatedKBF, n: int) -> float:
         for e in (estimates(model, recording, test.obs), kalman)
     )
     return (error / best - 1).item()
+
+
+def test_an_enlarged_memory_of_other_densities(quick_fit):
+    """Moves and observations with heavy tails: on Gaussian data about as good as Gaussian ones."""
+    memory, test = recordings(150), recordings(80, seed=5)[0]
+    given = ({}, {"transition": "student", "observation": "student"})
+    errors = [
+        float((estimates(small(**each), memory, test.obs[None])[0] - test.states).square().mean())
+        for each in given
+    ]
+    assert errors[1] < 1.2 * errors[0]
+
+
+def test_runs_of_a_density_stay_within_half_a_width_of_the_recorded_states():
+    class Jumps:
+        """z' = 3 z, which leaves every region."""
+
+        log_density = at = mean = covariance = None
+
+        def sample(self, z, generator=None):
+            return 3 * z
+
+    recorded = tensor([[-1.0, 0.0], [1.0, 4.0]])
+    density: Any = Jumps()
+    run = bounded_run(density, tensor([[0.1, 0.1], [-0.5, 3.0]]), 4, recorded)
+    assert run.shape == (8, 2)
+    torch.testing.assert_close(run[:2], tensor([[0.3, 0.3], [-1.5, 6.0]]))
+    torch.testing.assert_close(run[-2:], tensor([[2.0, 6.0], [-2.0, 6.0]]))
 
 
 @pytest.mark.slow
