@@ -465,10 +465,10 @@ def test_runs_of_a_density_stay_within_half_a_width_of_the_recorded_states():
     class Jumps:
         """z' = 3 z, which leaves every region."""
 
-        log_density = at = mean = covariance = None
-
         def sample(self, z, generator=None):
             return 3 * z
+
+        log_density = at = mean = covariance = sample  # not called
 
     recorded = tensor([[-1.0, 0.0], [1.0, 4.0]])
     density: Any = Jumps()
