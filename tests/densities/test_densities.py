@@ -358,7 +358,7 @@ def test_networks_are_scored_on_what_they_did_not_see():
     assert fitted.held_out.mean() < own
 
 
-def test_networks_learn_two_branches_to_a_tenth_of_a_nat():
+def test_networks_learn_two_branches():
     """y = +-(2 + u / 2) + N(0, 0.1^2), both signs with probability 1/2."""
 
     def draw(seed: int) -> tuple[Tensor, Tensor]:
