@@ -20,6 +20,7 @@ import argparse
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -387,7 +388,7 @@ def equivalents() -> dict[tuple[str, str], str]:
     return found
 
 
-def baseline(folder: str, marked: str = "not slow") -> tuple[float, Path]:
+def baseline(folder: str, marked: str) -> tuple[float, Path]:
     """Return the seconds of some tests of a folder on the unchanged code, and of each; kept.
 
     Raises:
@@ -426,7 +427,7 @@ def run(mutants: list[Mutant], jobs: int) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("fork")
     with context.Pool(jobs, make_tree, (context.Value("i", 0),)) as pool:
         folders = sorted({mutant.folder for mutant in pending}, key=FOLDERS.index)
-        pool.map(baseline, folders, chunksize=1)
+        pool.starmap(baseline, itertools.product(folders, MARKED), chunksize=1)
         for mutant, verdict, seconds in pool.imap_unordered(test, pending):
             found = {"verdict": verdict, "seconds": round(seconds, 1)}
             rows[mutant] = keep(pending[mutant] | found | mutant._asdict())
