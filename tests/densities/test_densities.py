@@ -7,13 +7,14 @@ from __future__ import annotations
 import math
 import pickle
 
+import numpy as np
 import pytest
 import scipy.optimize
 import torch
 from torch import Tensor
 
 from kbf.densities import glm
-from kbf.densities.base import ConditionalDensity, Features, gamma
+from kbf.densities.base import FOLDS, Candidate, ConditionalDensity, Features, gamma
 from kbf.densities.categorical import ascend
 from kbf.densities.glm import (
     GLMDensity,
@@ -26,13 +27,20 @@ from kbf.densities.mdn import MixtureDensityNetwork, fit_networks
 from kbf.densities.mixtures import MapMixture, expectation_maximisation
 from kbf.densities.ridge import RidgeMap, fit_ridge_map, refitted
 from kbf.densities.selection import (
+    MAX_STEPS,
     Choice,
     Known,
+    better,
     candidate,
+    chain,
+    crosswise,
     fit_density,
     fit_like,
     lattice,
     select_density,
+    spread_evenly,
+    suitable,
+    with_noise_where_constant,
 )
 from kbf.rkhs.kernels import median_distance
 from kbf.rkhs.linalg import cholesky
@@ -514,3 +522,209 @@ def test_fisher_scoring_ends_where_the_penalised_likelihood_is_largest(family):
         (log_family(family, y, [phi @ c[0]], size).sum() - penalty).backward()
         assert c.grad is not None
         torch.testing.assert_close(c.grad, torch.zeros_like(c), atol=1e-3, rtol=0)
+
+
+# the selection, part by part
+
+
+def test_gains_are_significant_by_standard_errors_without_their_tails():
+    """Both ends at the 2nd and the 98th percentile; the mean itself is of all gains."""
+    gain = randn(400, seed=3) + 0.25
+    cut = np.clip(gain.numpy(), *np.quantile(gain.numpy(), [0.02, 0.98]))
+    ratio = float(cut.mean() / (cut.std(ddof=1) / math.sqrt(400)))
+    assert 2 < ratio < 4
+    assert better(gain, ratio - 1e-9)
+    assert not better(gain, ratio + 1e-9)
+    assert better(gain)
+    assert not better(gain, 4.0)
+    assert not better(-gain, -math.inf), "a loss on average"
+    outlier = gain.clone()
+    outlier[0] = -70
+    assert float(outlier.mean()) < 0
+    assert not better(outlier)
+    outlier[0] = 70
+    assert better(outlier), "an outlier does not hide a gain"
+
+
+def found(**shifts: float) -> dict[str, Candidate]:
+    """Candidates with these held-out scores over that of the Gaussian, on average.
+
+    Standard errors of gains are 0.05.
+    """
+    noise = torch.arange(401, dtype=F64).sub(200) / 200
+    noise = noise / noise.clamp(-0.96, 0.96).std() * 0.05 * math.sqrt(401)
+    density = fit_density("gaussian", inputs(20), inputs(20, 1))
+    return {
+        "gaussian": Candidate(density, torch.zeros_like(noise)),
+        **{
+            name: Candidate(density, shift + (-1) ** k * noise[torch.randperm(401)] / 2)
+            for k, (name, shift) in enumerate(shifts.items())
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("shifts", "name"),
+    [
+        ({}, "gaussian"),
+        ({"student": 0.09}, "gaussian"),  # 3.6 standard errors
+        ({"student": 0.11}, "student"),  # 4.4
+        ({"student": 0.3, "clutter": 0.35}, "student"),  # 1.4 of the difference
+        ({"student": 0.3, "clutter": 0.45}, "clutter"),
+        ({"student": 0.3, "clutter": 0.31, "spread": 0.6}, "spread"),
+        ({"student": 0.5, "clutter": 0.2}, "student"),
+        ({"student": 0.08, "clutter": 0.2}, "clutter"),
+    ],
+)
+def test_a_density_must_be_better_than_the_simpler_ones(shifts, name):
+    torch.manual_seed(0)
+    assert chain(found(**shifts)) == name
+
+
+def test_held_out_scores_are_of_fits_without_the_block():
+    """Five contiguous blocks, each scored by a fit to the other points."""
+    u = inputs(23)
+    y = outputs("gaussian", u)
+    map = fit_ridge_map(u, y)
+    seen = []
+
+    def fit(kept: Tensor) -> RidgeMap:
+        seen.append(kept)
+        return refitted(map, u[kept], y[kept])
+
+    scores = crosswise(fit, u, y)
+    edges = [round(k * 23 / FOLDS) for k in range(FOLDS + 1)]
+    for kept, a, b in zip(seen, edges, edges[1:], strict=False):
+        assert (~kept).nonzero()[:, 0].tolist() == list(range(a, b))
+        alone = refitted(map, u[kept], y[kept]).log_density(y[a:b], u[a:b])
+        torch.testing.assert_close(scores[a:b], alone)
+    assert len(seen) == FOLDS
+    assert len(scores) == 23
+
+
+@pytest.mark.parametrize(
+    ("column", "step"),
+    [
+        ([0.0, 1.0, 1.0, 2.0] * 3, 1.0),
+        ([0.0, 3.0, 9.0] * 4, 3.0),
+        ([-0.5, 0.25] * 4, 0.75),
+        ([7.0] * 5, 1.0),
+        ([0.0, 1.0, 2.0, 3.0] * 2, None),  # 3 gaps, 8 rows: fewer than 4 a gap
+        ([0.0, 1.0, 2.0, 3.0] * 3, 1.0),  # 12 rows
+        ([0.0, 1.0, 2.5] * 8, None),
+        ([0.0, 1.0, MAX_STEPS] * 8, 1.0),
+        ([0.0, 1.0, MAX_STEPS + 1.0] * 8, None),
+        ([0.0, 1.0, 2.0009] * 8, 1.0),  # whole but for rounding
+        ([0.0, 1.0, 2.002] * 8, None),
+    ],
+)
+def test_whole_numbers_have_a_step(column, step):
+    found = lattice(torch.tensor(column, dtype=F64)[:, None])
+    assert (None if found is None else float(found)) == step
+
+
+def test_the_rows_that_whole_numbers_require():
+    y = torch.arange(10, dtype=F64)[:, None]
+    assert lattice(y) is None
+    assert lattice(y, rows=0.0) is not None
+    assert lattice(y, rows=1.0) is not None  # 9 gaps
+    assert lattice(y, rows=1.2) is None
+    both = torch.cat([y % 2, randn(10, 1)], 1)
+    assert lattice(both, rows=0.0) is None, "one column of other numbers"
+
+
+def test_values_are_spread_evenly_over_their_cells():
+    y = torch.tensor([[0.0, 6.0], [2.0, 3.0]], dtype=F64).repeat(5_000, 1)
+    step = torch.tensor([2.0, 3.0], dtype=F64)
+    offset = (spread_evenly(y, step) - y) / step
+    assert float(offset.min()) >= -0.5
+    assert float(offset.max()) <= 0.5
+    # a uniform distribution: mean 0, variance 1/12, within 4.5 standard errors
+    assert abs(float(offset.mean())) < 4.5 / math.sqrt(12 * 20_000)
+    assert float(offset.var()) == pytest.approx(1 / 12, abs=4.5 / math.sqrt(180 * 20_000))
+    none = torch.tensor([2.0, 0.0], dtype=F64)
+    assert torch.equal(spread_evenly(y, none)[:, 1], y[:, 1])
+
+
+def test_constant_columns_get_the_least_noise_of_a_map():
+    varying = randn(4_000, 2)
+    y = torch.cat([varying, torch.full((4_000, 1), 7.0, dtype=F64)], 1)
+    filled = with_noise_where_constant(y)
+    assert torch.equal(filled[:, :2], varying)
+    deviation = (filled[:, 2] - 7).std() / (1e-9 * y.var(0).mean()).sqrt()
+    assert float(deviation) == pytest.approx(1, abs=4.5 / math.sqrt(2 * 4_000))
+    assert with_noise_where_constant(varying) is varying
+    whole = torch.tensor([[0.0, 5.0], [1.0, 5.0]], dtype=F64).repeat(9, 1)
+    assert with_noise_where_constant(whole) is whole
+
+
+COUNTED = ("poisson", "negbin")
+CONTINUOUS = ("student", "clutter", "spread", "branches", "networks")
+
+
+def test_which_densities_suit_outputs():
+    u = inputs(80)
+    map = fit_ridge_map(u, outputs("gaussian", u))
+
+    def names(column: Tensor, fine: bool = False) -> tuple[str, ...]:
+        return suitable(column, map, lattice(column), fine)[0]
+
+    real = randn(80, 1)
+    assert names(real) == CONTINUOUS
+    assert suitable(real[:79], map, None, False) == ((), "fewer than 80 points")
+    row = torch.arange(80, dtype=F64)[:, None]
+    assert names(row % 2) == ("bernoulli",)
+    assert names(3 * (row % 2) + 1) == ("bernoulli",)
+    assert names(row % 3) == (*COUNTED, "categories")
+    assert names(row % 12) == (*COUNTED, "categories")
+    assert names(row % 13) == COUNTED
+    assert names(row % 13, fine=True) == (*COUNTED, *CONTINUOUS)
+    assert names(row % 3, fine=True) == (*COUNTED, "categories", *CONTINUOUS)
+    assert names(torch.cat([row % 2, row % 3], 1)) == (*COUNTED, "categories")
+
+
+def test_known_densities_contain_points_in_any_order():
+    u, y = inputs(40), randn(40, 2)
+    known = Known(Choice("gaussian", fit_density("gaussian", u, y), {}, 0.0, 0.0, {}), u, y)
+    assert known.fits(u, y)
+    assert not known.fits(u, y + 1)
+    assert not known.fits(u + 1, y)
+    assert not known.fits(u[:30], y[:30])
+    mixed = torch.randperm(40, generator=generator())[:30]
+    assert known.contains(u[mixed], y[mixed])
+    assert known.contains(u, y)
+    assert not known.contains(u[mixed], y[mixed].roll(1, 0))
+    assert not known.contains(u.repeat(1, 2), y)
+    assert not known.contains(u, y[:, :1])
+
+
+def test_a_choice_in_one_line():
+    u, y = inputs(20), inputs(20, 1)
+    density = fit_density("gaussian", u, y)
+    scores = {"gaussian": -1.25, "student": -0.5}
+    assert str(Choice("gaussian", density, scores, 0.0, 0.0, {"networks": "too slow"})) == (
+        "gaussian; held-out log score a point: gaussian -1.250, student -0.500"
+        "; networks left out: too slow"
+    )
+    assert str(Choice("student", density, scores, 0.75, 0.031, {})) == (
+        "student (+0.750 ± 0.031 over gaussian); held-out log score a point: "
+        "gaussian -1.250, student -0.500"
+    )
+
+
+def test_a_selection_of_two_values():
+    """Whether u is positive, nearly always; the scores are log probabilities."""
+    u = inputs(1000)
+    y = (u + 0.2 * randn(1000, 1, seed=5) > 0).double()
+    choice = select_density(u, y)
+    assert set(choice.scores) == {"gaussian", "bernoulli"}
+    assert choice.name == "bernoulli"
+    assert choice.scores["gaussian"] <= 0
+    held = candidate("bernoulli", u, y, fit_ridge_map(u, y), lattice(y)).held_out
+    plain = candidate("gaussian", u, y, fit_ridge_map(u, y)).held_out.clamp_max(0)
+    assert choice.scores["bernoulli"] == pytest.approx(float(held.mean()))
+    assert choice.scores["gaussian"] == pytest.approx(float(plain.mean()))
+    gain = (held - plain).numpy()
+    assert choice.margin == pytest.approx(gain.mean())
+    assert choice.error == pytest.approx(gain.std(ddof=1) / math.sqrt(1000))
+    assert select_density(u, y, counts=False).name == "gaussian"

@@ -376,6 +376,148 @@ def test_model_finds_the_dynamics(few_kernels):
         assert (noise - 0.04 * torch.eye(2, dtype=F64)).abs().max() < 0.013
 
 
+# lagged models
+
+
+def steered(*lengths: int) -> list[Recording]:
+    """Recordings of two components with a control of one."""
+    found = []
+    for seed, n in enumerate(lengths):
+        draw = generator(seed)
+        z = torch.randn(n, 2, dtype=F64, generator=draw).cumsum(0) / 3
+        found.append(Recording(z, z.sin(), None, torch.rand(n, 1, dtype=F64, generator=draw)))
+    return found
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("controlled", [False, True])
+def test_lagged_models_regress_changes_on_states_step_by_step(monkeypatch, order, controlled):
+    """Recordings without a change of their own are left out of the regression only."""
+    data = steered(14, order, 13)
+    if not controlled:
+        data = [each._replace(controls=None) for each in data]
+    fits = []
+
+    def watched(u: Tensor, y: Tensor, **settings: Any) -> learned_ssm.RidgeMap:
+        fits.append((u, y, settings))
+        return fit_ridge_map(u, y, factors=(1.0,), slopes=(), regs=(1e-2,))
+
+    monkeypatch.setattr(learned_ssm, "fit_ridge_map", watched)
+    model = learned_ssm.learn_lagged_model(data, order=order)
+    before, change, acted = [], [], []
+    for each in (data[0], data[2]):
+        for t in range(order - 1, len(each.states) - 1):
+            lag = [each.states[t] - each.states[t - 1]] if order == 2 else []
+            before.append(torch.cat([each.states[t], *lag]))
+            change.append(each.states[t + 1] - each.states[t])
+            acted.append(math.nan if each.controls is None else each.controls[t + 1])
+    (inputs, outputs, settings), (seen, obs, _) = fits
+    expected = torch.stack(before)
+    if controlled:
+        assert model.join is not None
+        expected = model.join(expected, torch.stack(acted))
+    torch.testing.assert_close(inputs, expected)
+    torch.testing.assert_close(outputs, torch.stack(change))
+    assert settings == {"rank": learned_ssm.RANK}
+    torch.testing.assert_close(seen, torch.cat([each.states for each in data]))
+    torch.testing.assert_close(obs, torch.cat([each.obs for each in data]))
+    assert model.controlled == int(controlled)
+    assert (model.order, model.d, model.manifold.circles) == (order, 2, ())
+    states = learned_ssm.all_states([data[0], data[2]], order)
+    last = [
+        torch.cat([each.states[t], *([each.states[t] - each.states[t - 1]] if order == 2 else [])])
+        for each in (data[0], data[2])
+        for t in range(order - 1, len(each.states))
+    ]
+    torch.testing.assert_close(states, torch.stack(last))
+
+
+def test_a_control_changes_the_move_of_a_lagged_model(few_kernels):
+    model = learned_ssm.learn_lagged_model(steered(60))
+    s = torch.randn(5, 4, dtype=F64, generator=generator())
+    moved = [model.move(s, generator(1), control=c * torch.ones(1, dtype=F64)) for c in (0.0, 0.9)]
+    assert not torch.allclose(*moved)
+    drawn = model.change.sample(model.joined(s, 0.9 * torch.ones(1, dtype=F64)), generator(1))
+    torch.testing.assert_close(moved[1][:, :2], s[:, :2] + drawn)
+
+
+@pytest.mark.parametrize("inflation", [1.0, 1.7])
+def test_inflation_is_of_the_standard_deviation_of_moves(few_kernels, inflation):
+    """Noise S of changes and an independent extra noise: inflation^2 S together; on the circle
+    twice as much.
+    """
+    data = recordings(60)
+    model = learned_ssm.learn_lagged_model(data, inflation=inflation)
+    total = model.change.noise + model.extra @ model.extra.mT
+    torch.testing.assert_close(total, inflation**2 * model.change.noise)
+    angles = torch.atan2(data[0].states[:, 1], data[0].states[:, 0])[:, None]
+    pose = torch.cat([angles.cos(), angles.sin(), data[0].states[:, :1]], 1)
+    turning = learned_ssm.learn_lagged_model(Recording(pose, data[0].obs), inflation=inflation)
+    assert turning.manifold.circles == (0,)
+    root = torch.linalg.cholesky(turning.change.noise)
+    for i, along in enumerate((2.0, 2.0, 1.0)):
+        torch.testing.assert_close(
+            turning.extra[i], math.sqrt(inflation**2 * along - 1) * root[i], rtol=1e-6, atol=1e-9
+        )
+
+
+def test_draws_of_one_state_evaluate_the_observation_once(few_kernels):
+    """The same draws as of copies of the state, whose regression is evaluated at each."""
+    model = learned_ssm.learn_lagged_model(recordings(60))
+    s = torch.randn(3, 1, 4, dtype=F64, generator=generator())
+    once = s.expand(3, 6, 4)
+    draws = [model.observe(each, generator(1)) for each in (once, once.contiguous())]
+    torch.testing.assert_close(*draws)
+    assert draws[0].shape == (3, 6, 2)
+    x = torch.randn(3, 6, 2, dtype=F64, generator=generator(2))
+    torch.testing.assert_close(
+        model.log_likelihood(x, once), model.observation.log_density(x, once[..., :2])
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": 0}, "order 1 or 2 and an inflation of at least 1, got 0 and 1.0"),
+        ({"order": 3}, "got 3 and 1.0"),
+        ({"inflation": 0.99}, "got 2 and 0.99"),
+        ({"inflation": math.nan}, "got 2 and nan"),
+    ],
+)
+def test_settings_of_lagged_models_that_there_are_not(settings, message):
+    with pytest.raises(ValueError, match=message):
+        learned_ssm.learn_lagged_model(recordings(30), **settings)
+
+
+def test_lagged_models_need_a_change():
+    for order in (1, 2):
+        short = steered(order, order)
+        with pytest.raises(ValueError, match=f"order {order} needs a recording of at least"):
+            learned_ssm.learn_lagged_model(short, order=order)
+
+
+def test_densities_of_a_model_are_fitted_to_drawn_pairs_of_many(monkeypatch):
+    """At most `MAX_PAIRS`, and states stay with their observations and controls."""
+    monkeypatch.setattr(learned_ssm, "MAX_PAIRS", 20)
+    (data,) = steered(50)
+    fits = []
+    monkeypatch.setattr(
+        learned_ssm, "fit_ridge_map", lambda u, y, **_: fits.append((u, y)) or "map"
+    )
+    model = learn_model([data])
+    (inputs, target), (seen, obs) = fits
+    assert len(inputs) == len(seen) == 20
+    assert model.controlled == 1
+    assert model.join is not None
+    assert data.controls is not None
+    every = model.join(data.states[:-1], data.controls[1:])
+    place = (inputs[:, None] - every).abs().sum(-1).argmin(1)
+    assert len(place.unique()) == 20
+    torch.testing.assert_close(inputs, every[place])
+    torch.testing.assert_close(target, data.states[1:][place])
+    torch.testing.assert_close(obs, seen.sin())
+
+
 # the filter
 
 
