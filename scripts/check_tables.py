@@ -9,8 +9,11 @@ scores the same?
 Tables are those of `kbf compare` and `kbf reproduce`; settings are settings of these commands, in
 place of those that made the table (runs=1 where none are given). What was found stands in
 data/results/checked.csv: a line for each table, of its last check. Runs go to
-runs/checks/COMMIT/NAME/SETTINGS, and go on where they were stopped. It ends with 1 where a score
-differs by more than rounding.
+runs/checks/COMMIT/NAME/SETTINGS, and go on where they were stopped.
+
+Scores of trained networks differ from processor to processor. A table with scores that differ is
+therefore made again by the code of its own commit, too, on the same machine (columns "at its
+commit"). It ends with 1 where a score differs from both by more than rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -52,8 +56,10 @@ Pages show four digits.
 Row = dict[str, Any]
 
 
-def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list[Row]:
-    """The runs that the commands of a table make with some settings.
+def made_again(
+    name: str, about: Row, folder: Path, settings: list[str], code: Path = ROOT
+) -> list[Row]:
+    """The runs that the commands of a table make with some settings, by the code of a checkout.
 
     Raises:
         ValueError: a command failed.
@@ -62,7 +68,11 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
     for k, command in enumerate(with_settings(commands_of(about), settings)):
         words = [*command, f"run_dir={folder / str(k)}"]
         print(f"{name}: {shlex.join(['kbf', *words])}", flush=True)
-        done = subprocess.run([Path(sys.executable).with_name("kbf"), *words], cwd=ROOT)
+        done = subprocess.run(
+            [Path(sys.executable).with_name("kbf"), *words],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(code)},
+        )
         if done.returncode:
             raise ValueError(
                 f"{name} was not checked: its command ended with {done.returncode}; the same call "
@@ -70,6 +80,16 @@ def made_again(name: str, about: Row, folder: Path, settings: list[str]) -> list
             )
         rows += stored(folder / str(k), command[0])
     return rows
+
+
+def checkout(at: str, runs: Path) -> Path | None:
+    """A folder with the code of a commit; None where this repository does not have the commit."""
+    folder = runs / "code" / at
+    if not folder.exists():
+        words = ["git", "-C", ROOT, "worktree", "add", "--force", "--detach", folder, at]
+        if subprocess.run(words, capture_output=True).returncode:
+            return None
+    return folder
 
 
 def stored(folder: Path, command: str) -> list[Row]:
@@ -217,14 +237,26 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
         settings = ["runs=1", *settings]
     differ = False
     for name in below:
-        command = commands_of(known[name])[0][0]
-        made = made_again(name, known[name], runs / at / name / folder_of(settings), settings)
+        about, folder = known[name], Path(name) / folder_of(settings)
+        command = commands_of(about)[0][0]
+        made = made_again(name, about, runs / at / folder, settings)
         compare = compared if command == "compare" else compared_rows
         found = {
             "table": name,
             "commit": at,
             **compare(name, stored(results / name, command), made),
+            "its commit": str(about.get("commit")).removesuffix("-dirty"),
+            "same at its commit": "",
+            "largest difference at its commit": "",
         }
+        same = found["same"] == found["runs"]
+        if not same and (code := checkout(found["its commit"], runs)):
+            print(f"{name}: is it the machine? The same runs by the code of its commit")
+            former = made_again(name, about, runs / code.name / folder, settings, code)
+            again = compare(f"{name}, made by the code of {code.name}", former, made)
+            found["same at its commit"] = again["same"]
+            found["largest difference at its commit"] = again["largest difference"]
+            same = again["same"] == again["runs"]
         others = [row for row in read(results / "checked.csv") if row["table"] != name]
         write_csv(
             results / "checked.csv", sorted([*others, found], key=lambda row: str(row["table"]))
@@ -234,7 +266,12 @@ def main(words: list[str], results: Path = RESULTS, runs: Path = RUNS) -> int:
             f"{name}: {found['same']} of {found['runs']} rows have the same scores; the largest "
             f"difference is {worst:.1e}"
         )
-        differ |= found["same"] < found["runs"]
+        if found["same at its commit"] != "":
+            print(
+                f"{name}: {found['same at its commit']} have the scores that the code of "
+                f"{found['its commit']} has on this machine"
+            )
+        differ |= not same
     return int(differ)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -142,7 +144,7 @@ def test_what_cannot_be_checked_is_told(results, tmp_path, monkeypatch, at, caps
 
 
 @pytest.mark.slow
-def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, at):
+def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, at, capsys):
     first = check_tables.made_again("small", {"command": COMMAND}, tmp_path / "first", ["runs=1"])
     assert {row["model"] for row in first} == {"kalman", "frame", "floor"} and {
         row["seed"] for row in first
@@ -174,3 +176,23 @@ def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, 
     )
     assert check_tables.main(["small"], results, tmp_path / "runs") == 1
     assert checked() == {"small": ("def", "3", "2")}
+    assert "is it the machine?" not in capsys.readouterr().out, "there is no commit abc"
+    # the code of the table's commit makes what the code makes that is checked out
+    here = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    try:
+        about = {"command": COMMAND, "commit": here}
+        (results / "small" / "about.json").write_text(json.dumps(about))
+        assert check_tables.main(["small"], results, tmp_path / "runs") == 0
+        with (results / "checked.csv").open(newline="") as file:
+            (row,) = csv.DictReader(file)
+        assert (row["same"], row["its commit"], row["same at its commit"]) == ("2", here, "3")
+        assert f"3 have the scores that the code of {here} has" in capsys.readouterr().out
+        code = tmp_path / "runs" / "code" / here
+        assert check_tables.checkout(here, tmp_path / "runs") == code
+        # other code: its scores are not those of the code that is checked out
+        system = code / "kbf" / "ssm.py"
+        system.write_text(system.read_text().replace("omega=0.3", "omega=0.5"))
+        shutil.rmtree(tmp_path / "runs" / here)
+        assert check_tables.main(["small"], results, tmp_path / "runs") == 1
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", tmp_path / "runs" / "code" / here])
