@@ -116,7 +116,8 @@ def difference(kept: Row, made: Row, scores: tuple[str, ...] = SCORES) -> float:
     """The largest relative difference of two runs' scores; infinite where one has a score and the
     other has none.
 
-    A column that the table does not have is not compared: it was made before there was one.
+    A column that the table, or this row of it, does not have is not compared: it was made before
+    there was one.
 
     >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"})
     0.25
@@ -124,7 +125,7 @@ def difference(kept: Row, made: Row, scores: tuple[str, ...] = SCORES) -> float:
     inf
     """
     worst = 0.0
-    for score in (each for each in scores if each in kept):
+    for score in (each for each in scores if kept.get(each, "") != ""):
         a, b = number(kept.get(score)), number(made.get(score))
         if math.isnan(a) and math.isnan(b):
             continue
