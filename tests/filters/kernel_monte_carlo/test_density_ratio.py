@@ -7,11 +7,19 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import multivariate_normal
 from torch import Tensor
 
-from kbf.densities.ratio import LOG_NEVER, RatioDensity, StateDensity, fit_state_density
+from kbf.densities.ratio import (
+    LOG_NEVER,
+    RatioDensity,
+    StateDensity,
+    fit_state_density,
+    read_encoding,
+)
 from kbf.filters.gaussian.kalman import KalmanFilter, LinearModel
 from kbf.filters.kernel_monte_carlo import density_ratio
 from kbf.filters.kernel_monte_carlo.density_ratio import RatioFilter
@@ -111,6 +119,35 @@ def test_the_posterior_after_one_image_is_that_of_recorded_states_weighed_by_the
     torch.testing.assert_close(
         filter.covariance(after)[0], (weights[:, None] * centred).mT @ centred, atol=0.02, rtol=0
     )
+
+
+def test_the_terms_of_an_image_are_its_gaussians_with_wider_covariances():
+    """N(z; m_j, S_j + width^2 C) with C of the particles and S_j = (R_j^T R_j)^-1, by SciPy."""
+    recorded = torch.randn(50, 2, dtype=F64, generator=generator(4)) @ A
+    density = RatioDensity(fit_state_density(recorded))
+    row = torch.tensor(
+        [[0.0, 0.0, 0.2, 0.3, 0.5, 0.4, 0.1, 1.5, 0.9, 1.0, -0.5, 0.2, 1.2, -0.8, 2.0]], dtype=F64
+    )
+    row[:, 2:5] = row[:, 2:5].log()
+    ratio = read_encoding(row, 2)
+    assert bool((ratio.roots[0, :, 1, 0].abs() > 0.5).all()), "neither is diagonal"
+    filter = RatioFilter(Turning(density), recorded, particles=50)
+    log_p = filter.log_p(recorded)
+    for width in (1e-9, 0.4):
+        terms = filter.terms(recorded[None], row, width, log_p[None])
+        own = width**2 * np.cov(recorded.numpy().T, bias=True)
+        for j in range(2):
+            R = ratio.roots[0, j].numpy()
+            S = np.linalg.inv(R.T @ R)
+            np.testing.assert_allclose(terms.spread[0, j] @ terms.spread[0, j].mT, S, rtol=1e-9)
+            log_n = multivariate_normal(ratio.centres[0, j].numpy(), S + own).logpdf(recorded)
+            expected = float(ratio.log_shares[0, 1 + j]) + log_n - log_p.numpy()
+            np.testing.assert_allclose(
+                terms.log_weights[0, :, 1 + j].numpy(), expected, rtol=1e-6, atol=1e-6
+            )
+        np.testing.assert_allclose(terms.log_weights[0, :, 0].exp().numpy(), 0.2, rtol=1e-9)
+    narrow = filter.terms(recorded[None], row, 1e-9, log_p[None]).log_weights[0].logsumexp(-1)
+    torch.testing.assert_close(narrow, density.log_density(row, recorded))
 
 
 def test_images_that_tell_nothing_leave_the_belief_as_it_was():

@@ -5,6 +5,7 @@ filter, and hidden velocity.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kbf.filters.kernel_monte_carlo.filter import JITTER, KernelMonteCarloFilter
 from kbf.filters.kernel_monte_carlo.model import (
     BURN_IN,
     HELD_OUT_SHARE,
+    HeldOut,
     KernelMonteCarlo,
     held_out,
 )
@@ -268,6 +270,59 @@ def test_settings_have_the_least_error_on_the_last_fifth():
     filter = net.fit([memory])
     assert (filter.reg, filter.particles) == (float(net.reg), 60)
     assert filter.initial.dtype == torch.float32 and len(filter.initial) == 261 - order
+
+
+@pytest.mark.parametrize("name", ["orders", "inflations", "regs", "restarts", "tempers"])
+def test_settings_are_selected_only_where_there_are_several(name, monkeypatch):
+    memory, _ = hidden_velocity(120, 1)
+    single: dict[str, Any] = {
+        "orders": (2,),
+        "inflations": (2.0,),
+        "regs": (0.0,),
+        "restarts": (0.005,),
+        "tempers": (1.0,),
+    }
+    several = {"orders": (1, 2), "inflations": (1.0, 2.0), "regs": (1e-2, 0.0)}
+    several |= {"restarts": (0.005, 0.1), "tempers": (1.0, 0.5)}
+    scored: list[float] = []
+
+    def scores(*_: Any) -> HeldOut:
+        scored.append(float(len(scored)))
+        return HeldOut(float(len(scored)), 0.0)
+
+    monkeypatch.setattr("kbf.filters.kernel_monte_carlo.model.held_out", scores)
+    KernelMonteCarlo(20, 2, 8, density="gaussian", **single).prepare([memory])
+    assert not scored
+    KernelMonteCarlo(20, 2, 8, density="gaussian", **single | {name: several[name]}).prepare(
+        [memory]
+    )
+    assert len(scored) >= 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"particles": 0},
+        {"draws": 0},
+        {"rank": 0},
+        {"reg": -1e-9},
+        {"factor": 0.0},
+        {"restart": -1e-9},
+        {"restart": 1.0},
+        {"temper": 0.0},
+        {"temper": 1.001},
+    ],
+)
+def test_numbers_of_a_filter_that_are_out_of_range(wrong):
+    least: dict[str, Any] = {
+        **{"particles": 1, "draws": 1, "rank": 1, "reg": 0.0},
+        **{"factor": 1e-9, "restart": 0.0, "temper": 1.0},
+    }
+    start = torch.zeros(1, 2)
+    filter = KernelMonteCarloFilter(as_samples(drift()), start, **least)
+    assert (filter.particles, filter.draws) == (1, 1)
+    with pytest.raises(ValueError, match="a kernel Monte Carlo filter needs 1 > 0 initial states"):
+        KernelMonteCarloFilter(as_samples(drift()), start, **least | wrong)
 
 
 def test_the_scores_of_held_out_blocks():
