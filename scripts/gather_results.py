@@ -61,7 +61,7 @@ def gather(into: Path, folders: list[Path]) -> None:
     )
     write_json(
         into / "about.json",
-        abouts[0]
+        stored_about(abouts[0])
         | {"command": [each for about in abouts for each in commands(about)], "commits": commits},
     )
     numbers: list[dict[str, Any]] = [
@@ -90,6 +90,15 @@ def gather(into: Path, folders: list[Path]) -> None:
     figure = curves(shown, **axes, by="model", panel="data", log="y", across=3)
     save(figure, into / "comparison.png")
     print(f"in {into}: {len(keys)} rows of {len({key[0] for key in keys})} data sets")
+
+
+def stored_about(about: dict[str, Any]) -> dict[str, Any]:
+    """What a stored table keeps of about.json: neither the working folder nor files of single runs.
+
+    >>> stored_about({"command": "kbf compare", "folder": "/home/somebody", "cells": ["a.json"]})
+    {'command': 'kbf compare'}
+    """
+    return {key: value for key, value in about.items() if key not in ("folder", "cells")}
 
 
 def commands(about: dict[str, Any]) -> list[str]:

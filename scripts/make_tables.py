@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gather_results import commands, gather
+from gather_results import commands, gather, stored_about
 
 from kbf.runtime.atomic_files import copy, write_json
 from kbf.runtime.provenance import commit
@@ -102,7 +102,9 @@ def make(name: str, about: dict[str, Any], results: Path, runs: Path, settings: 
                 f"{name} stays as it was: {words} returned {done.returncode}; the same call resumes"
             )
         made = json.loads((folder / "about.json").read_text())
-        write_json(folder / "about.json", made | {"command": shlex.join(["kbf", *command])})
+        write_json(
+            folder / "about.json", stored_about(made) | {"command": shlex.join(["kbf", *command])}
+        )
     if len(folders) > 1:
         gather(results / name, folders)
     else:

@@ -43,6 +43,7 @@ def test_they_are_listed_with_commit_and_hours(results, capsys):
 def test_every_table_of_the_project_names_its_commands(capsys):
     make_tables.main([])
     assert capsys.readouterr().out.count("kbf compare") > 50
+    assert not any("folder" in about for about in make_tables.tables(make_tables.RESULTS).values())
 
 
 @pytest.mark.slow
@@ -58,6 +59,8 @@ def test_a_table_is_replaced_by_what_its_command_makes_now(results, tmp_path, mo
         == COMMAND.replace(" particles=50", "") + " particles=40"
     )
     assert not (results / "small" / "comparison.png").exists()  # there was none
+    for about in results.rglob("about.json"):
+        assert not {"folder", "cells"} & {*json.loads(about.read_text())}
     assert (tmp_path / "runs" / "def" / "small" / "cells").is_dir()
     rows = list(csv.DictReader((results / "both" / "two" / "runs.csv").open()))
     assert {row["data"] for row in rows} == {"rotation", "oscillatory"}
