@@ -113,29 +113,25 @@ def folder_of(settings: list[str]) -> str:
 
 
 def difference(kept: Row, made: Row, scores: tuple[str, ...] = SCORES) -> float:
-    """The largest relative difference of two runs' scores; infinite where one has a score and the
-    other has none.
+    """The largest relative difference of two runs' scores; infinite where the table has a score and
+    the run has none.
 
-    A column that the table, or this row of it, does not have is not compared: it was made before
-    there was one.
+    A score that the table, or this row of it, does not have is not compared.
 
     >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"})
     0.25
     >>> difference({"test.mse": "2.0"}, {"test.mse": ""})
     inf
+    >>> difference({"test.mse": ""}, {"test.mse": "2.0"})
+    0.0
     """
     worst = 0.0
-    for score in (each for each in scores if kept.get(each, "") != ""):
+    for score in scores:
         a, b = number(kept.get(score)), number(made.get(score))
-        if math.isnan(a) and math.isnan(b):
+        if math.isnan(a) or a == b:
             continue
-        if a != b:
-            worst = max(
-                worst,
-                abs(a - b) / max(abs(a), 1e-12)
-                if math.isfinite(a) and math.isfinite(b)
-                else math.inf,
-            )
+        finite = math.isfinite(a) and math.isfinite(b)
+        worst = max(worst, abs(a - b) / max(abs(a), 1e-12) if finite else math.inf)
     return worst
 
 
