@@ -200,5 +200,10 @@ def test_digits_are_found_again_and_one_that_differs_is_seen(results, tmp_path, 
         system.write_text(system.read_text().replace("omega=0.3", "omega=0.5"))
         shutil.rmtree(tmp_path / "runs" / here)
         assert check_tables.main(["small"], results, tmp_path / "runs") == 1
+        # code that does not run: what was found stands nevertheless
+        shutil.rmtree(code / "kbf" / "commands")
+        shutil.rmtree(tmp_path / "runs" / here)
+        assert check_tables.main(["small"], results, tmp_path / "runs") == 1
+        assert checked() == {"small": ("def", "3", "2")}
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", tmp_path / "runs" / "code" / here])
