@@ -113,10 +113,11 @@ def folder_of(settings: list[str]) -> str:
 
 
 def difference(kept: Row, made: Row, scores: tuple[str, ...] = SCORES) -> float:
-    """The largest relative difference of two runs' scores; infinite where the table has a score and
-    the run has none.
+    """The largest relative difference of two runs' scores; infinite where one has a score and the
+    other has none.
 
-    A score that the table, or this row of it, does not have is not compared.
+    A column that the table, or this row of it, does not have is not compared: it was made before
+    there was one.
 
     >>> difference({"test.mse": "2.0"}, {"test.mse": "2.5"})
     0.25
@@ -126,9 +127,9 @@ def difference(kept: Row, made: Row, scores: tuple[str, ...] = SCORES) -> float:
     0.0
     """
     worst = 0.0
-    for score in scores:
-        a, b = number(kept.get(score)), number(made.get(score))
-        if math.isnan(a) or a == b:
+    for score in (each for each in scores if kept.get(each, "") != ""):
+        a, b = number(kept[score]), number(made.get(score))
+        if a == b or (math.isnan(a) and math.isnan(b)):
             continue
         finite = math.isfinite(a) and math.isfinite(b)
         worst = max(worst, abs(a - b) / max(abs(a), 1e-12) if finite else math.inf)

@@ -44,9 +44,9 @@ def at(monkeypatch):
 
 
 def test_a_score_that_a_row_of_the_table_does_not_have_is_not_compared():
-    for none in ("", "nan"):
-        assert check_tables.difference(RUN | {"log_likelihood": none}, RUN) == 0
-        assert check_tables.difference(RUN, RUN | {"log_likelihood": none}) == math.inf
+    assert check_tables.difference(RUN | {"log_likelihood": ""}, RUN) == 0
+    assert check_tables.difference(RUN, RUN | {"log_likelihood": ""}) == math.inf
+    assert check_tables.difference(RUN | {"log_likelihood": "nan"}, RUN) == math.inf
 
 
 @pytest.mark.parametrize(
