@@ -24,6 +24,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,9 +87,12 @@ def checkout(at: str, runs: Path) -> Path | None:
     """A folder with the code of a commit; None where this repository does not have the commit."""
     folder = runs / "code" / at
     if not folder.exists():
-        words = ["git", "-C", ROOT, "worktree", "add", "--force", "--detach", folder, at]
-        if subprocess.run(words, capture_output=True).returncode:
-            return None
+        part = folder.with_name(f"{at}.part")  # moved once it is whole
+        shutil.rmtree(part, ignore_errors=True)
+        worktree = ["git", "-C", ROOT, "worktree"]
+        for words in (["add", "--force", "--detach", part, at], ["move", part, folder]):
+            if subprocess.run([*worktree, *words], capture_output=True).returncode:
+                return None
     return folder
 
 

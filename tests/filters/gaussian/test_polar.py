@@ -76,10 +76,8 @@ both = pytest.mark.parametrize("linearise", [extended, SIGMA_POINTS], ids=["ekf"
 @both
 def test_a_linear_equation_is_filtered_by_the_kalman_filter(linearise):
     """Two recordings of which one turns past pi; observed angles are one number each."""
-    mean, cov = (
-        torch.tensor([2.9, 0.2], dtype=F64),
-        torch.tensor([[0.2, 0.05], [0.05, 0.1]]).to(F64),
-    )
+    mean = torch.tensor([2.9, 0.2], dtype=F64)
+    cov = torch.tensor([[0.2, 0.05], [0.05, 0.1]], dtype=F64)
     R = torch.tensor([[0.04]], dtype=F64)
     filter = TurningFilter(Pushed(), linearise, mean, cov, R)
     seen = torch.tensor([[2.8, -1.0], [3.3, -1.4], [3.9, -1.9]], dtype=F64)  # step, recording
