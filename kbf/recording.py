@@ -192,7 +192,7 @@ def as_recordings(
     *,
     allow_missing_sensors: bool = False,
 ) -> list[Recording]:
-    """Check a memory and return it as a list of single sequences.
+    """Check a memory and return it as a list of single recordings.
 
     Args:
         memory: one or more recordings.
@@ -208,60 +208,60 @@ def as_recordings(
             "fit() needs a memory: filters are estimated from a memory of training states and "
             "observations, give fit() recordings"
         )
-    sequences = [memory] if isinstance(memory, Recording) else list(memory)
-    for s in sequences:
+    recordings = [memory] if isinstance(memory, Recording) else list(memory)
+    for s in recordings:
         if not isinstance(s, Recording):
             raise ValueError(
                 "recordings are kbf.Recording(states, observations) or a list of such, "
                 f"got a {type(s).__name__}"
             )
-    if not (sequences := [Recording(*s) for s in sequences]):
-        raise ValueError("the memory holds no sequence")
-    for k, s in enumerate(sequences):
+    if not (recordings := [Recording(*s) for s in recordings]):
+        raise ValueError("the memory holds no recording")
+    for k, s in enumerate(recordings):
         if s.states.ndim != 2 or s.obs.ndim < 2 or len(s.states) != len(s.obs):
             raise ValueError(
-                f"sequence {k}: states must be (T, d) and observations (T, ...) of one length, "
+                f"recording {k}: states must be (T, d) and observations (T, ...) of one length, "
                 f"got {tuple(s.states.shape)} and {tuple(s.obs.shape)}"
             )
         if (
-            s.states.shape[1:] != sequences[0].states.shape[1:]
-            or s.obs.shape[1:] != sequences[0].obs.shape[1:]
+            s.states.shape[1:] != recordings[0].states.shape[1:]
+            or s.obs.shape[1:] != recordings[0].obs.shape[1:]
         ):
             raise ValueError(
-                f"sequence {k}: its states or observations have another shape than those of "
-                "sequence 0"
+                f"recording {k}: its states or observations have another shape than those of "
+                "recording 0"
             )
         if s.mask is not None and s.mask.shape != s.states.shape[:1]:
             raise ValueError(
-                f"sequence {k}: mask must be ({len(s.states)},), got {tuple(s.mask.shape)}"
+                f"recording {k}: mask must be ({len(s.states)},), got {tuple(s.mask.shape)}"
             )
-        check_finite(s.states, f"sequence {k}: states", advice=KNOWN_STATES)
+        check_finite(s.states, f"recording {k}: states", advice=KNOWN_STATES)
         if not allow_missing_sensors:
-            check_finite(s.obs if s.mask is None else s.obs[s.mask], f"sequence {k}: observations")
-        check_controls(s, sequences[0], k)
-    return sequences
+            check_finite(s.obs if s.mask is None else s.obs[s.mask], f"recording {k}: observations")
+        check_controls(s, recordings[0], k)
+    return recordings
 
 
-def check_controls(sequence: Recording, first: Recording, k: int) -> None:
+def check_controls(recording: Recording, first: Recording, k: int) -> None:
     """Raise a ValueError unless the controls of recording k are finite and of the right shape."""
-    if (sequence.controls is None) != (first.controls is None):
-        without, given = (k, 0) if sequence.controls is None else (0, k)
+    if (recording.controls is None) != (first.controls is None):
+        without, given = (k, 0) if recording.controls is None else (0, k)
         raise ValueError(
-            f"sequence {without} has no controls, sequence {given} has: give them for all "
+            f"recording {without} has no controls, recording {given} has: give them for all "
             "recordings, or for none"
         )
-    if sequence.controls is None or first.controls is None:
+    if recording.controls is None or first.controls is None:
         return
-    length, width = len(sequence.states), first.controls.shape[-1]
-    if sequence.controls.shape != (length, width):
-        shape = tuple(sequence.controls.shape)
+    length, width = len(recording.states), first.controls.shape[-1]
+    if recording.controls.shape != (length, width):
+        shape = tuple(recording.controls.shape)
         wrong = f"controls must be {(length, width)}, one row a step, got {shape}"
-        raise ValueError(f"sequence {k}: {wrong}")
-    if bad := (~torch.isfinite(sequence.controls)).any(-1).nonzero().flatten().tolist():
+        raise ValueError(f"recording {k}: {wrong}")
+    if bad := (~torch.isfinite(recording.controls)).any(-1).nonzero().flatten().tolist():
         rows = f"{len(bad)} of {length} rows (first: row {bad[0]})"
         wrong = f"controls hold NaN or infinite values in {rows}"
         raise ValueError(
-            f"sequence {k}: {wrong}; a control is always known, also that of the first row: "
+            f"recording {k}: {wrong}; a control is always known, also that of the first row: "
             "fill them in"
         )
 
@@ -272,15 +272,15 @@ def control_width(memory: Recording | list[Recording]) -> int:
     return 0 if first.controls is None else first.controls.shape[-1]
 
 
-def moves(sequences: list[Recording]) -> tuple[Tensor, Tensor, Tensor | None]:
+def moves(recordings: list[Recording]) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the pairs of successive states ``m d``, ``m d`` and the control ``m k`` of each move.
 
     The control is None for recordings without controls.
     """
     source, target = (
-        torch.cat([s.states[part] for s in sequences]) for part in (slice(-1), slice(1, None))
+        torch.cat([s.states[part] for s in recordings]) for part in (slice(-1), slice(1, None))
     )
-    acted = [s.controls[1:] for s in sequences if s.controls is not None]
+    acted = [s.controls[1:] for s in recordings if s.controls is not None]
     return source, target, torch.cat(acted) if acted else None
 
 
@@ -313,7 +313,7 @@ def as_float(x: Tensor, dtype: torch.dtype) -> Tensor:
 # What to do about NaN among observations.
 MASK_MISSING = (
     "To treat such observations as missing, mark them in the mask: "
-    "kbf.recording.mask_missing(sequence) does it."
+    "kbf.recording.mask_missing(recording) does it."
 )
 # What to do about NaN among states.
 KNOWN_STATES = (
@@ -332,13 +332,13 @@ def check_finite(values: Tensor, name: str, *, advice: str = MASK_MISSING) -> No
         )
 
 
-def mask_missing(sequence: Recording) -> Recording:
+def mask_missing(recording: Recording) -> Recording:
     """Return the recording with non-finite observations masked and replaced by zeros."""
-    finite = torch.isfinite(sequence.obs).flatten(sequence.states.ndim - 1).all(-1)
-    mask = finite if sequence.mask is None else finite & sequence.mask
-    keep = mask.reshape(mask.shape + (1,) * (sequence.obs.ndim - mask.ndim))
-    return sequence._replace(
-        obs=torch.where(keep, sequence.obs, torch.zeros_like(sequence.obs)), mask=mask
+    finite = torch.isfinite(recording.obs).flatten(recording.states.ndim - 1).all(-1)
+    mask = finite if recording.mask is None else finite & recording.mask
+    keep = mask.reshape(mask.shape + (1,) * (recording.obs.ndim - mask.ndim))
+    return recording._replace(
+        obs=torch.where(keep, recording.obs, torch.zeros_like(recording.obs)), mask=mask
     )
 
 
@@ -356,30 +356,30 @@ def transitions(lengths: list[int], device: torch.device | None = None) -> Trans
     return Transitions(source, source + 1)
 
 
-def observed_pairs(sequences: list[Recording]) -> tuple[Tensor, Tensor]:
+def observed_pairs(recordings: list[Recording]) -> tuple[Tensor, Tensor]:
     """Return states ``n d`` and observations ``n *x`` of the observed steps of all recordings."""
-    keep = [slice(None) if s.mask is None else s.mask for s in sequences]
-    states = torch.cat([s.states[k] for s, k in zip(sequences, keep, strict=True)])
-    return states, torch.cat([s.obs[k] for s, k in zip(sequences, keep, strict=True)])
+    keep = [slice(None) if s.mask is None else s.mask for s in recordings]
+    states = torch.cat([s.states[k] for s, k in zip(recordings, keep, strict=True)])
+    return states, torch.cat([s.obs[k] for s, k in zip(recordings, keep, strict=True)])
 
 
-def pad(sequences: list[Recording]) -> Recording:
+def pad(recordings: list[Recording]) -> Recording:
     """Stack recordings of different lengths into one batch; steps after the end are masked.
 
     States of the padding are NaN (an error over them would be noticed), observations and controls
     zero, mask False.
     """
-    length = max(len(s.states) for s in sequences)
-    first = sequences[0]
-    states = first.states.new_full((len(sequences), length, *first.states.shape[1:]), float("nan"))
-    obs = first.obs.new_zeros((len(sequences), length, *first.obs.shape[1:]))
-    mask = torch.zeros(len(sequences), length, dtype=torch.bool, device=first.states.device)
+    length = max(len(s.states) for s in recordings)
+    first = recordings[0]
+    states = first.states.new_full((len(recordings), length, *first.states.shape[1:]), float("nan"))
+    obs = first.obs.new_zeros((len(recordings), length, *first.obs.shape[1:]))
+    mask = torch.zeros(len(recordings), length, dtype=torch.bool, device=first.states.device)
     controls = (
         None
         if first.controls is None
-        else first.controls.new_zeros(len(sequences), length, first.controls.shape[-1])
+        else first.controls.new_zeros(len(recordings), length, first.controls.shape[-1])
     )
-    for k, s in enumerate(sequences):
+    for k, s in enumerate(recordings):
         t = len(s.states)
         states[k, :t], obs[k, :t] = s.states, s.obs
         mask[k, :t] = True if s.mask is None else s.mask
@@ -395,10 +395,10 @@ def observed(recording: Recording) -> Tensor:
     return torch.where(recording.mask[:, None], recording.obs, torch.nan)
 
 
-def check_vectors(sequences: list[Recording], name: str) -> None:
+def check_vectors(recordings: list[Recording], name: str) -> None:
     """Raise a ValueError if observations are not vectors; ``name`` is the model that needs them."""
-    if sequences[0].obs.ndim != 2:
+    if recordings[0].obs.ndim != 2:
         raise ValueError(
             f"{name} needs observations that are vectors, got "
-            f"{tuple(sequences[0].obs.shape[1:])}; {ENCODE_IMAGES}"
+            f"{tuple(recordings[0].obs.shape[1:])}; {ENCODE_IMAGES}"
         )

@@ -365,7 +365,7 @@ def test_an_exported_step(data, fitted, tmp_path):
 def test_appended_recordings_are_in_the_memory(data, fitted):
     more = fitted.append(data[data.run == "run3"])
     steps = [
-        sum(len(r.states) for r in f.trained.module.memory.sequences()) for f in (fitted, more)
+        sum(len(r.states) for r in f.trained.module.memory.recordings()) for f in (fitted, more)
     ]
     assert steps == [180, 240]
 

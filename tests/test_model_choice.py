@@ -135,7 +135,7 @@ def test_the_command_leaves_the_checkpoint_of_the_choice_and_what_was_tried(
     assert f"selected by held-out error: {rows[0]['candidate']}" in capsys.readouterr().out
     loaded = load_filter("run/checkpoints/best.ckpt")
     assert loaded.module.config["model"]["name"] == rows[0]["candidate"]
-    assert sum(len(s.states) for s in loaded.module.memory.sequences()) == 80, (
+    assert sum(len(s.states) for s in loaded.module.memory.recordings()) == 80, (
         "fitted to everything"
     )
     assert main(["train", "model=kalman", *SETTINGS, "run_dir=run", "overwrite=true"]) == 0

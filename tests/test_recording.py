@@ -38,10 +38,10 @@ def test_one_sequence_becomes_a_list():
 @pytest.mark.parametrize(
     "memory, message",
     [
-        ([], "no sequence"),
+        ([], "no recording"),
         (
             Recording(torch.zeros(3), torch.zeros(3, 1)),
-            r"sequence 0: states must be \(T, d\).*got \(3,\) and \(3, 1\)",
+            r"recording 0: states must be \(T, d\).*got \(3,\) and \(3, 1\)",
         ),
         (Recording(torch.zeros(3, 1), torch.zeros(3)), r"got \(3, 1\) and \(3,\)"),
         (
@@ -51,9 +51,9 @@ def test_one_sequence_becomes_a_list():
         (Recording(torch.zeros(1, 3, 1), torch.zeros(1, 3, 1)), r"got \(1, 3, 1\)"),
         (
             [recording(3, d=2), recording(3, d=1)],
-            "sequence 1: .* another shape than those of sequence 0",
+            "recording 1: .* another shape than those of recording 0",
         ),
-        ([recording(3), recording(3, q=(4,))], "sequence 1: .* another shape"),
+        ([recording(3), recording(3, q=(4,))], "recording 1: .* another shape"),
         (
             recording(3)._replace(mask=torch.ones(2, dtype=torch.bool)),
             r"mask must be \(3,\), got \(2,\)",
@@ -72,12 +72,12 @@ def test_refuses_values_that_are_not_finite(bad):
     sequence.obs[3] = bad
     with pytest.raises(
         ValueError,
-        match=r"sequence 1: observations .* in 2 of 5 rows \(first: row 1\).*mask_missing",
+        match=r"recording 1: observations .* in 2 of 5 rows \(first: row 1\).*mask_missing",
     ):
         as_recordings([recording(5), sequence])
     sequence = recording(5)
     sequence.states[4, 1] = bad
-    with pytest.raises(ValueError, match=r"sequence 0: states .* in 1 of 5 rows \(first: row 4\)"):
+    with pytest.raises(ValueError, match=r"recording 0: states .* in 1 of 5 rows \(first: row 4\)"):
         as_recordings(sequence)
 
 

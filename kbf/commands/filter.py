@@ -346,7 +346,7 @@ def text_rows(
         on_unreadable=report,
         clocks=running.clocks,
         acting=running.acting,
-        sequence=running.sequence,
+        recording=running.recording,
         allow_missing_sensors=allows_missing_sensors(trained.filter),
     )
 

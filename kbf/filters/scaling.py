@@ -74,22 +74,22 @@ class Scaling(ShownModule):
 
     def prepare(
         self,
-        sequences: list[Recording],
+        recordings: list[Recording],
         free_states: list[bool] | None = None,
         free_obs: list[bool] | None = None,
     ) -> Scaling:
         """Return the mean and standard deviation of the training part; counts are not scaled.
 
         Args:
-            sequences: the training part.
+            recordings: the training part.
             free_states: components of the state whose unit is of no matter; the others (of angles
                 and rotations) are left as they are. None for all. Points on the circle are left as
                 they are in any case.
             free_obs: the same for the observations.
         """
-        sides = {"z": (torch.cat([s.states for s in sequences]), free_states)}
-        if sequences[0].obs.ndim == 2:
-            obs = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences])
+        sides = {"z": (torch.cat([s.states for s in recordings]), free_states)}
+        if recordings[0].obs.ndim == 2:
+            obs = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in recordings])
             counts = are_counts(obs).tolist()
             sides["x"] = (
                 obs,
@@ -98,7 +98,7 @@ class Scaling(ShownModule):
                     for free, count in zip(free_obs or [True] * len(counts), counts, strict=True)
                 ],
             )
-        controls = [s.controls for s in sequences if s.controls is not None]
+        controls = [s.controls for s in recordings if s.controls is not None]
         if controls:
             sides["u"] = torch.cat(controls), None
         for side, (values, free) in sides.items():
@@ -107,12 +107,12 @@ class Scaling(ShownModule):
             self.register_buffer(f"{side}_scale", scale)
         return self
 
-    def forward(self, sequence: Recording) -> Recording:
+    def forward(self, recording: Recording) -> Recording:
         """A recording in scaled units, float64."""
-        return sequence._replace(
-            states=self.scaled("z", sequence.states),
-            obs=self.observation(sequence.obs),
-            controls=None if sequence.controls is None else self.scaled("u", sequence.controls),
+        return recording._replace(
+            states=self.scaled("z", recording.states),
+            obs=self.observation(recording.obs),
+            controls=None if recording.controls is None else self.scaled("u", recording.controls),
         )
 
     def give_zero_reading(self, net: nn.Module) -> None:

@@ -83,13 +83,13 @@ def append(
     missing = bool(getattr(module.net, "allow_missing_sensors", False))
     first, *_ = as_recordings(recordings, allow_missing_sensors=missing)
     check_like(module, first, "the filter")
-    memory = module.memory.sequences()
+    memory = module.memory.recordings()
     before = points(memory)
     memory += module.taken_in(recordings)
     memory = memory if budget is None else prune(memory, budget)
     module.memory = RecordingBuffers(memory).to(module.device)
     if refit:
-        module.prepare(module.memory.sequences())
+        module.prepare(module.memory.recordings())
     learned = trained.calibration is not None or trained.monitor is not None
     trained = Trained(module, module.filter(), trained.epochs)
     if learned:

@@ -19,7 +19,7 @@ class RecordingBuffers(nn.Module):
                 if leaf is not None:
                     self.register_buffer(f"{name}_{k}", leaf)
 
-    def sequences(self) -> list[Recording]:
+    def recordings(self) -> list[Recording]:
         """Return the recordings."""
         buffers = dict(self.named_buffers())
         count = sum(name.startswith("states_") for name in buffers)

@@ -191,7 +191,7 @@ def check_step(module: FittedModel, filter: Filter[Any], device: str | torch.dev
     predicted = move(filter, start, control=control, generator=generator)
     obs = zeros(*(module.observation or ()))
     estimate = filter.estimate(observe(filter, predicted, obs)[0])
-    width = module.memory.sequences()[0].states.shape[1]
+    width = module.memory.recordings()[0].states.shape[1]
     if estimate.shape != (1, width) or not bool(estimate.isfinite().all()):
         raise ValueError(f"the first estimate must be {width} finite numbers")
 
@@ -349,7 +349,7 @@ def check_like(module: FittedModel, new: Recording, checkpoint: str | os.PathLik
     Raises:
         ValueError: states, observations or controls have other shapes.
     """
-    old = module.memory.sequences()[0]
+    old = module.memory.recordings()[0]
     for name, mine, theirs in (
         ("states", tuple(old.states.shape[1:]), tuple(new.states.shape[1:])),
         ("observations", tuple(module.observation or ()), tuple(new.obs.shape[1:])),

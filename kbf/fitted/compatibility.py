@@ -83,7 +83,7 @@ def reference_of(trained: Trained) -> Reference:
     """Return the ranges of the recordings that a filter holds; its checkpoint contains them."""
     module, names = trained.module, []
     schema, series = module.column_schema(), training_series(trained)
-    controls = module.memory.sequences()[0].controls
+    controls = module.memory.recordings()[0].controls
     k = 0 if controls is None else controls.shape[1]
     q = series[0].shape[1] - k
     if q:
@@ -110,7 +110,7 @@ def training_series(trained: Trained) -> list[Tensor]:
     Columns are the observations, NaN where missing, and the controls. Images are left out.
     """
     module = trained.module
-    recordings = module.memory.sequences()
+    recordings = module.memory.recordings()
     if recordings[0].obs.ndim != 2 or not module.column_schema().observations:
         recordings = [each._replace(obs=each.states[:, :0], mask=None) for each in recordings]
     sides = [(observed(each).double(), each.controls) for each in recordings]
@@ -327,7 +327,7 @@ def seen_in_training(trained: Trained, recordings: list[Recording]) -> list[str]
 
     Recordings of a few values, whose rows are alike by chance, and images are not compared.
     """
-    module, memory = trained.module, trained.module.memory.sequences()
+    module, memory = trained.module, trained.module.memory.recordings()
     if module.encoding is not None or memory[0].obs.ndim != 2:
         return []
     known = [np.unique(fingerprints(each)) for each in memory]

@@ -211,7 +211,7 @@ def learn(
     Raises:
         ValueError: too few steps.
     """
-    module, memory = trained.module, trained.module.memory.sequences()
+    module, memory = trained.module, trained.module.memory.recordings()
     dtype = module.input_dtype if validation else module.model_dtype
     held: Held = [(trained.filter, list(validation))] if validation else never_learned_from(module)
     ahead: list[HeldOutForecasts | None] = []
@@ -282,7 +282,7 @@ def learn_smoothed(trained: Trained, *, lag: int | None = None, seed: int = 0) -
     """
     module = trained.module
     how: Any = {"dtype": module.model_dtype, "device": module.device}
-    held = held_out(module.net, module.memory.sequences(), **how)
+    held = held_out(module.net, module.memory.recordings(), **how)
     run = collected(
         (part, score_smoothed(filter, part, lag=lag, seed=seed, **how)) for filter, part in held
     )

@@ -135,7 +135,7 @@ def never_learned_from(module: FittedModel) -> Held:
 
     No fold can be removed from a network that is the filter itself.
     """
-    memory, how = module.memory.sequences(), module.how
+    memory, how = module.memory.recordings(), module.how
     if how is not None and how.validation > 0 and keeps_no_memory(module):
         return [(module.net.eval(), hold_out(memory, how.validation)[1])]
     how: Any = {"dtype": module.model_dtype, "device": module.device}
@@ -150,7 +150,7 @@ def end_of_budget(module: FittedModel) -> float:
 
 def keeps_no_memory(module: FittedModel) -> bool:
     """Return whether the network is the filter itself, so that no fold can be removed from it."""
-    return module.net.fit(module.memory.sequences()) is module.net
+    return module.net.fit(module.memory.recordings()) is module.net
 
 
 def run_through(

@@ -54,7 +54,7 @@ class FittedModel(nn.Module):
     def __init__(
         self,
         config: dict[str, Any],
-        sequences: list[Recording] | None = None,
+        recordings: list[Recording] | None = None,
         *,
         trust: bool = False,
     ) -> None:
@@ -62,7 +62,7 @@ class FittedModel(nn.Module):
 
         Args:
             config: resolved, with ``model`` (``net``, ``training``, ``dtype``) and ``seed``.
-            sequences: the training part, all of it; None where a checkpoint contains it.
+            recordings: the training part, all of it; None where a checkpoint contains it.
             trust: allow any ``_target_``, not only the public classes (`kbf.runtime.allowlist`).
 
         Raises:
@@ -81,7 +81,7 @@ class FittedModel(nn.Module):
             raise ValueError(
                 "model=auto selects a model by the data: it is for kbf train, name one here"
             )
-        check_observations(model, sequences or [])
+        check_observations(model, recordings or [])
         self.net: Any = build(model["net"], trust=trust, kinds=("model",))
         if not isinstance(self.net, nn.Module):
             raise ValueError(
@@ -105,20 +105,20 @@ class FittedModel(nn.Module):
         net: Any = self.net
         if data.get("allow_missing_sensors") and hasattr(net, "allow_missing_sensors"):
             net.allow_missing_sensors = True
-        check_sensors(model, net, sequences or [])
-        if sequences and not isinstance(net, ModelSelection):
+        check_sensors(model, net, recordings or [])
+        if recordings and not isinstance(net, ModelSelection):
             check_repeats(model.get("name"), data)
         self.net.to(self.model_dtype)
-        d = sequences[0].states.shape[1] if sequences else 1  # a checkpoint brings its own
+        d = recordings[0].states.shape[1] if recordings else 1  # a checkpoint brings its own
         self.encoding, self.code = self.build_encoding_settings(model.get("encoding"), d, trust)
         images = self.encoding is not None  # encoders take them as they are stored
         given = getattr(net, "given_equations", False)  # they are in the units of the data
-        self.scaling: Scaling | None = None if given else build_scaling(data, sequences)
-        scaled = self.in_units_of_the_filter(sequences or [])
+        self.scaling: Scaling | None = None if given else build_scaling(data, recordings)
+        scaled = self.in_units_of_the_filter(recordings or [])
         kept = scaled if images else cast_all(scaled, self.model_dtype)
         self.memory: RecordingBuffers = RecordingBuffers(kept)
         self.augment: Augment = Augment(self.encoding.augment if self.encoding else ())
-        self.observation = tuple(sequences[0].obs.shape[1:]) if sequences else None
+        self.observation = tuple(recordings[0].obs.shape[1:]) if recordings else None
         # The filter over the recordings, once built; in a list, so that its buffers are not those
         # of the module.
         self.ready: list[Filter[Any]] = []
@@ -185,14 +185,16 @@ class FittedModel(nn.Module):
         """The encoder of images that is part of the net; None for none."""
         return getattr(self.net, "own_encoder", None)
 
-    def prepare(self, sequences: list[Recording], generator: torch.Generator | None = None) -> None:
+    def prepare(
+        self, recordings: list[Recording], generator: torch.Generator | None = None
+    ) -> None:
         """Set what the net takes from the recordings before training: bandwidths, first ridges."""
         seeded = torch.Generator().manual_seed(self.config["seed"])
         if self.scaling is not None:
             self.scaling.give_zero_reading(self.net)
         with warnings.catch_warnings():  # of columns that data.normalise scales, or is not to scale
             warnings.simplefilter("ignore", ScaleWarning)
-            self.net.prepare(sequences, seeded if generator is None else generator)
+            self.net.prepare(recordings, seeded if generator is None else generator)
         self.prepared = True
 
     @torch.no_grad()
@@ -201,7 +203,7 @@ class FittedModel(nn.Module):
         self.eval()
         if self.scaling is not None:
             self.scaling.give_zero_reading(self.net)
-        filter = self.net.fit(self.memory.sequences())
+        filter = self.net.fit(self.memory.recordings())
         store_in_rows(inner_filter(filter))
         if self.code is not None:
             filter = EncodedFilter(self.code, filter, self.model_dtype).to(self.device).eval()
@@ -227,13 +229,13 @@ class FittedModel(nn.Module):
         """
         if stored := (self.config.get("data") or {}).get("column_schema"):
             return ColumnSchema.from_dict(stored)
-        shape, memory = self.observation or (), self.memory.sequences()[0]
+        shape, memory = self.observation or (), self.memory.recordings()[0]
         q = shape[0] if len(shape) == 1 else 0
         return ColumnSchema.unnamed(memory.states.shape[1], q, control_width(memory))
 
-    def in_units_of_the_filter(self, sequences: list[Recording]) -> list[Recording]:
+    def in_units_of_the_filter(self, recordings: list[Recording]) -> list[Recording]:
         """Return recordings as the memory holds them: scaled, where there is a scaling."""
-        return list(sequences) if self.scaling is None else [self.scaling(s) for s in sequences]
+        return list(recordings) if self.scaling is None else [self.scaling(s) for s in recordings]
 
     def in_units_of_the_data(self, states: Tensor) -> Tensor:
         """Return states or estimates in the units of the data."""
@@ -244,16 +246,16 @@ class FittedModel(nn.Module):
         assert self.code is not None
         if not self.code.returns_ratio:
             d = len(self.code.z_mean)
-            self.remember([s._replace(obs=s.obs[:, :d]) for s in self.memory.sequences()])
+            self.remember([s._replace(obs=s.obs[:, :d]) for s in self.memory.recordings()])
 
-    def remember(self, sequences: list[Recording]) -> None:
+    def remember(self, recordings: list[Recording]) -> None:
         """Replace the memory by recordings in the units of the filter."""
-        self.memory = RecordingBuffers(cast_all(sequences, self.model_dtype))
+        self.memory = RecordingBuffers(cast_all(recordings, self.model_dtype))
 
     @torch.no_grad()
-    def taken_in(self, sequences: list[Recording]) -> list[Recording]:
+    def taken_in(self, recordings: list[Recording]) -> list[Recording]:
         """Return recordings as the filter takes them: scaled, and images encoded."""
-        scaled, code = self.in_units_of_the_filter(sequences), self.code
+        scaled, code = self.in_units_of_the_filter(recordings), self.code
         if code is not None:
             images = [s.obs.flatten(0, s.states.ndim - 2) for s in scaled]
             encodings = [torch.cat([code(part) for part in each.split(256)]) for each in images]
@@ -284,7 +286,7 @@ class FittedModel(nn.Module):
         state = checkpoint["state_dict"]
         self.memory = RecordingBuffers.from_state(state, "memory.").to(self.device)
         self.observation = checkpoint["kbf"].get("observation") or tuple(
-            self.memory.sequences()[0].obs.shape[1:]
+            self.memory.recordings()[0].obs.shape[1:]
         )
         shaped = ("net.", "code.", "scaling.")
         take_shapes(self, {name: leaf for name, leaf in state.items() if name.startswith(shaped)})
@@ -334,7 +336,7 @@ def operators_of(net: nn.Module, filter: Filter[Any]) -> dict[str, Tensor]:
     return dict(inner.state_dict()) if isinstance(inner, nn.Module) and inner is not net else {}
 
 
-def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Scaling | None:
+def build_scaling(data: dict[str, Any], recordings: list[Recording] | None) -> Scaling | None:
     """Return the scaling of ``data.normalise``; None for none.
 
     It is that of the training part, or empty where a checkpoint contains it.
@@ -347,13 +349,13 @@ def build_scaling(data: dict[str, Any], sequences: list[Recording] | None) -> Sc
         raise ValueError(f"data.normalise must be standard or none, got {how!r}")
     if how == "none":
         return None
-    if not sequences:
+    if not recordings:
         return Scaling()
     if data.get("column_schema") is None:
-        return Scaling().prepare(sequences)
+        return Scaling().prepare(recordings)
     columns = ColumnSchema.from_dict(data["column_schema"])
     observations = columns.scalable("observations") or None
-    return Scaling().prepare(sequences, columns.scalable("states"), observations)
+    return Scaling().prepare(recordings, columns.scalable("states"), observations)
 
 
 def compared_by(module: "FittedModel") -> list[tuple[str, float | None, float | None, float, str]]:
@@ -369,7 +371,7 @@ def compared_by(module: "FittedModel") -> list[tuple[str, float | None, float | 
     return [(name, nmse, None, float("nan"), "") for name, nmse in pairs if nmse >= 0]
 
 
-def cast_all(sequences: list[Recording], dtype: torch.dtype) -> list[Recording]:
+def cast_all(recordings: list[Recording], dtype: torch.dtype) -> list[Recording]:
     """Return the recordings in another dtype."""
     return [
         s._replace(
@@ -377,7 +379,7 @@ def cast_all(sequences: list[Recording], dtype: torch.dtype) -> list[Recording]:
             obs=as_float(s.obs, dtype),
             controls=None if s.controls is None else s.controls.to(dtype),
         )
-        for s in sequences
+        for s in recordings
     ]
 
 

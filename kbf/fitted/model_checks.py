@@ -9,25 +9,25 @@ from kbf.filters.held import check_held
 from kbf.recording import Recording
 
 
-def check_observations(model: dict[str, Any], sequences: list[Recording]) -> None:
+def check_observations(model: dict[str, Any], recordings: list[Recording]) -> None:
     """Raise a ValueError for numbers where a model has an encoder of images inside its net."""
-    if not sequences or sequences[0].obs.ndim != 2 or "encoder" not in model["net"]:
+    if not recordings or recordings[0].obs.ndim != 2 or "encoder" not in model["net"]:
         return
     encoder = model["net"]["encoder"]
     inner = encoder.get("encoder", encoder) if isinstance(encoder, dict) else encoder
     if inner is None:
         raise ValueError(
             f"model={model['name']} learns from images, and an observation here has "
-            f"{sequences[0].obs.shape[1]} numbers: kbf, kalman, gru and lstm take numbers"
+            f"{recordings[0].obs.shape[1]} numbers: kbf, kalman, gru and lstm take numbers"
         )
 
 
-def check_sensors(model: dict[str, Any], net: nn.Module, sequences: list[Recording]) -> None:
+def check_sensors(model: dict[str, Any], net: nn.Module, recordings: list[Recording]) -> None:
     """Raise a ValueError for partly missing observations of a model that requires all sensors."""
-    if hasattr(net, "allow_missing_sensors") or not sequences or sequences[0].obs.ndim != 2:
+    if hasattr(net, "allow_missing_sensors") or not recordings or recordings[0].obs.ndim != 2:
         return
     partly = 0
-    for each in sequences:
+    for each in recordings:
         missing = each.obs.isnan()
         seen = ~missing.all(1) if each.mask is None else each.mask
         partly += int((missing.any(1) & seen).sum())

@@ -42,7 +42,7 @@ def export_step(
         )
     chosen = FORMATS[target.suffix] if format is None else format
     module, schema = trained.module, trained.module.column_schema()
-    states = undone(trained, "z", torch.cat([s.states for s in module.memory.sequences()]))
+    states = undone(trained, "z", torch.cat([s.states for s in module.memory.recordings()]))
     obs, controls = examples(trained, steps)
     about = for_users(trained)
     duration = ["seconds of the move"] if about["time_as_control"] else []
@@ -116,22 +116,22 @@ def examples(trained: Trained, steps: int) -> tuple[Tensor, Tensor | None]:
     They are those of the memory with noise; images are random.
     """
     generator = torch.Generator().manual_seed(0)
-    sequence, shape, dtype = (
-        trained.module.memory.sequences()[0],
+    recording, shape, dtype = (
+        trained.module.memory.recordings()[0],
         trained.module.observation or (),
         trained.module.input_dtype,
     )
     if len(shape) > 1:
         return torch.rand(steps, *shape, generator=generator, dtype=dtype), None
-    rows = torch.arange(steps) % len(sequence.obs)
-    obs = undone(trained, "x", sequence.obs.nan_to_num()[rows]).to(dtype)
+    rows = torch.arange(steps) % len(recording.obs)
+    obs = undone(trained, "x", recording.obs.nan_to_num()[rows]).to(dtype)
     noise = (
         0.1 * obs.std(0, correction=0) * torch.randn(obs.shape, generator=generator, dtype=dtype)
     )
     controls = (
         None
-        if sequence.controls is None
-        else undone(trained, "u", sequence.controls[rows]).to(dtype)
+        if recording.controls is None
+        else undone(trained, "u", recording.controls[rows]).to(dtype)
     )
     return obs + noise, controls
 

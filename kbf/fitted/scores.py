@@ -108,7 +108,7 @@ def baseline_nmse(
         trained: the filter. pieces: recordings with states. schema: the columns.
     """
     module, found = trained.module, {}
-    memory = module.memory.sequences()
+    memory = module.memory.recordings()
     if module.encoding is not None or memory[0].obs.ndim != 2:
         return {}
     recordings = [as_recording(piece) for piece in pieces]

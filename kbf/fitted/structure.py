@@ -87,7 +87,7 @@ def recordings_of(module: FittedModel) -> list[Recording]:
     Controls, and encodings of images, are in those of the filter.
     """
     found = []
-    for each in last_steps(module.memory.sequences(), MAX_ROWS):
+    for each in last_steps(module.memory.recordings(), MAX_ROWS):
         obs, scaling = each.obs.double(), module.scaling
         if scaling is not None and len(scaling.x_mean) and obs.ndim == 2:
             obs = scaling.unscaled("x", obs)

@@ -190,7 +190,7 @@ class Summary:
                 shown = [*shown[:MAX_SHOWN_COLUMNS], f"... ({len(names)})"]
             if shown or side == "observations":
                 rows.append((side, ", ".join(shown) or "images"))
-        memory = module.memory.sequences()
+        memory = module.memory.recordings()
         steps = sum(len(each.states) for each in memory)
         plural = "" if len(memory) == 1 else "s"
         rows.append(("training", f"{steps:,} steps in {len(memory)} recording{plural}"))

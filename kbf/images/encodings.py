@@ -161,7 +161,7 @@ class Encoding(nn.Module):
 
     @torch.no_grad()
     def crossfit(
-        self, sequence: Recording, held: Shaped[Tensor, " T"], batch_size: int = 256
+        self, recording: Recording, held: Shaped[Tensor, " T"], batch_size: int = 256
     ) -> Recording:
         """Returns the recording with encodings as observations; member ``held[t]`` encodes step t.
 
@@ -174,14 +174,14 @@ class Encoding(nn.Module):
         )
         for k in range(members):
             for rows in (held == k).nonzero()[:, 0].split(batch_size):
-                images = sequence.obs[rows]
+                images = recording.obs[rows]
                 if self.components:
                     encodings[rows] = mixed(
                         [self.row(self.answer(k, images))] * members, d, alone=k
                     )
                 else:
                     encodings[rows] = self.manifold.project(self.member(k, images))
-        return sequence._replace(obs=encodings.to(sequence.states))
+        return recording._replace(obs=encodings.to(recording.states))
 
 
 class EncodedFilter(FilterWrapper):

@@ -54,7 +54,7 @@ TRAIL_STEPS = 20
 @matplotlib.rc_context(STYLE)
 def animate(
     path: str | os.PathLike[str],
-    sequence: Recording,
+    recording: Recording,
     estimates: Shaped[Tensor, "t d"],
     covariances: Shaped[Tensor, "t d d"] | None = None,
     fps: int = 8,
@@ -67,7 +67,7 @@ def animate(
 
     Args:
         path: ends in .gif; the file is whole or absent.
-        sequence: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for
+        recording: and ``estimates``, ``covariances``, ``kind``, ``extent``, ``title``: as for
             `frame_grid`; but observations may be vectors, drawn where they are of the space of the
             states, and of states with three and more components the plane shows the first two.
         fps: steps a second.
@@ -79,11 +79,11 @@ def animate(
     """
     if Path(path).suffix.lower() != ".gif":
         raise ValueError(f"an animation is a .gif, not {path}")
-    z, e, C = shown_steps(sequence, estimates, covariances, steps)
+    z, e, C = shown_steps(recording, estimates, covariances, steps)
     plane = "map" if comparable(z[:, :2]) else "rows"
     kind = plane if z.shape[1] > 2 else state_kind(z, kind)
     extent = extent if kind == "map" else None
-    shown, images, x = min(z.shape[1], 4), sequence.obs.ndim == 4, visible(sequence, len(z))
+    shown, images, x = min(z.shape[1], 4), recording.obs.ndim == 4, visible(recording, len(z))
     figure = Figure(
         figsize=(
             7.2,
@@ -95,7 +95,7 @@ def animate(
     if images:
         grid = figure.add_gridspec(1 + shown, 2, height_ratios=[3.1, *[0.8] * shown])
         top = figure.add_subplot(grid[0, :] if kind == "rows" else grid[0, 0])
-        shows.append(draw_frames(top, sequence, (z, e, C), extent))
+        shows.append(draw_frames(top, recording, (z, e, C), extent))
         plane, below = grid[0, 1], [grid[1 + k, :] for k in range(shown)]
     else:
         grid = figure.add_gridspec(shown, 1 if kind == "rows" else 2)
@@ -136,17 +136,17 @@ def animate(
 
 
 def draw_frames(
-    axes: Axes, sequence: Recording, values: Values, extent: Extent | None
+    axes: Axes, recording: Recording, values: Values, extent: Extent | None
 ) -> Callable[[int], None]:
     """A function that draws the frame of step t; with an extent also truth and estimate in it."""
-    name = axes.set_title(step_name(sequence, 0), fontsize=9, color="#555555")
+    name = axes.set_title(step_name(recording, 0), fontsize=9, color="#555555")
     show_frame = draw_frame(axes, extent)
-    show_frame(sequence.obs[0].cpu(), seen(sequence, 0))
+    show_frame(recording.obs[0].cpu(), seen(recording, 0))
     dots = draw_map(axes, None) if extent else None
 
     def show(t: int) -> None:
-        show_frame(sequence.obs[t].cpu(), seen(sequence, t))
-        name.set_text(step_name(sequence, t))
+        show_frame(recording.obs[t].cpu(), seen(recording, t))
+        name.set_text(step_name(recording, t))
         if dots is not None:
             dots(*at(values, t))
 

@@ -264,8 +264,8 @@ def series_figure(
     """Draws columns over the steps of all recordings, one panel each, coloured by part.
 
     Args:
-        columns: by name, one tensor ``T`` for each sequence.
-        parts: for each sequence and step train, validation, test, or "" for none.
+        columns: by name, one tensor ``T`` for each recording.
+        parts: for each recording and step train, validation, test, or "" for none.
         title: above the picture.
         most: panels.
     """

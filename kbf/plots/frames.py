@@ -37,7 +37,7 @@ Show = Callable[[Tensor, Tensor, Tensor | None], None]
 
 @matplotlib.rc_context(STYLE)
 def frame_grid(
-    sequence: Recording,
+    recording: Recording,
     estimates: Shaped[Tensor, "t d"] | None = None,
     covariances: Shaped[Tensor, "t d d"] | None = None,
     steps: int = 24,
@@ -51,7 +51,7 @@ def frame_grid(
     """The first observed frames, each with its true and its estimated state.
 
     Args:
-        sequence: states ``T d`` and frames ``T c h w``, uint8 or floating-point numbers around [0,
+        recording: states ``T d`` and frames ``T c h w``, uint8 or floating-point numbers around [0,
             1].
         estimates: of the states, as many as there are; None to show the data alone.
         covariances: of the estimates.
@@ -70,22 +70,22 @@ def frame_grid(
             does not fit the states.
     """
     known = (
-        sequence.states.new_full(sequence.states.shape, torch.nan)
+        recording.states.new_full(recording.states.shape, torch.nan)
         if estimates is None
         else estimates
     )
-    z, e, C = shown_steps(sequence, known, covariances, steps)
-    if sequence.obs.ndim != 4:
+    z, e, C = shown_steps(recording, known, covariances, steps)
+    if recording.obs.ndim != 4:
         raise ValueError(
             "frames are (channels, height, width), these observations are "
-            f"{tuple(sequence.obs.shape[1:])}"
+            f"{tuple(recording.obs.shape[1:])}"
         )
     kind = state_kind(z, kind)
     extent = extent if kind == "map" else None
     if kind == "rows" and not comparable(z):  # each row on an axis of its own
         z, e, C = standardised(z, e, C)
     ends = limits(z, e)
-    frames, columns = sequence.obs[: len(z)].cpu(), min(columns, len(z))
+    frames, columns = recording.obs[: len(z)].cpu(), min(columns, len(z))
     lines, aspect = -(-len(z) // columns), frames.shape[2] / frames.shape[3]
     panel = kind == "rows" or (kind == "map" and extent is None)
     shown = min(z.shape[1], MOST_COMPONENTS)
@@ -101,9 +101,9 @@ def frame_grid(
     for t in range(len(z)):
         line, column = divmod(t, columns)
         axes = figure.add_subplot(grid[line * len(sizes), column])
-        draw_frame(axes, extent)(frames[t], seen(sequence, t))
+        draw_frame(axes, extent)(frames[t], seen(recording, t))
         axes.set_title(
-            step_name(sequence, t) if names is None else names[t],
+            step_name(recording, t) if names is None else names[t],
             fontsize=7.5,
             pad=2.5,
             color="#555555",
@@ -125,16 +125,16 @@ def frame_grid(
 
 
 def shown_steps(
-    sequence: Recording, estimates: Tensor, covariances: Tensor | None, steps: int
+    recording: Recording, estimates: Tensor, covariances: Tensor | None, steps: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """States, estimates and covariances of the first steps, as matplotlib takes them.
 
     Raises:
         ValueError: no step at all.
     """
-    if (n := min(steps, len(sequence.states), len(estimates))) < 1:
+    if (n := min(steps, len(recording.states), len(estimates))) < 1:
         raise ValueError("there is no step to show")
-    z, e = (values[:n].detach().double().cpu() for values in (sequence.states, estimates))
+    z, e = (values[:n].detach().double().cpu() for values in (recording.states, estimates))
     return z, e, None if covariances is None else covariances[:n].detach().double().cpu()
 
 
@@ -177,14 +177,14 @@ def state_kind(z: Float[Tensor, "t d"], kind: str = "auto") -> str:
     )
 
 
-def seen(sequence: Recording, t: int) -> bool:
+def seen(recording: Recording, t: int) -> bool:
     """Whether step t was observed."""
-    return sequence.mask is None or bool(sequence.mask[t])
+    return recording.mask is None or bool(recording.mask[t])
 
 
-def step_name(sequence: Recording, t: int) -> str:
+def step_name(recording: Recording, t: int) -> str:
     """The title of a frame."""
-    return f"$t$ = {t}" + ("" if seen(sequence, t) else " (not seen)")
+    return f"$t$ = {t}" + ("" if seen(recording, t) else " (not seen)")
 
 
 def picture(frame: Shaped[Tensor, "c h w"]) -> Tensor:

@@ -74,7 +74,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 @matplotlib.rc_context(STYLE)
 def track_figure(
-    sequence: Recording,
+    recording: Recording,
     estimates: Tensor | None = None,
     covariances: Tensor | None = None,
     *,
@@ -91,7 +91,7 @@ def track_figure(
     of the components are comparable.
 
     Args:
-        sequence: ``T d``; observations are drawn where they are of the space of the states
+        recording: ``T d``; observations are drawn where they are of the space of the states
             (`visible`), except where they are masked.
         estimates: estimates ``T d``, or None to show the data alone.
         covariances: of the estimates ``T d d``: bands of 1 and 2 standard deviations.
@@ -103,9 +103,9 @@ def track_figure(
         names: of the components, with units; without them they are z_1, z_2, ...
         time_step: time between two steps, for the horizontal axis; None for the number of the step.
     """
-    labels = list(names) or [f"$z_{{{k + 1}}}$" for k in range(sequence.states[0].numel())]
-    z = sequence.states[:steps].double().flatten(1).cpu()
-    x = visible(sequence, len(z))
+    labels = list(names) or [f"$z_{{{k + 1}}}$" for k in range(recording.states[0].numel())]
+    z = recording.states[:steps].double().flatten(1).cpu()
+    x = visible(recording, len(z))
     e = None if estimates is None else estimates[:steps].double().flatten(1).cpu()
     C = None if covariances is None else covariances[:steps].double().cpu()
     shown = min(z.shape[1], 4)
@@ -147,17 +147,17 @@ def finish(figure: Figure, title: str, **legend: Any) -> None:
         figure.suptitle(title, fontsize=10.5)
 
 
-def visible(sequence: Recording, n: int) -> Tensor | None:
+def visible(recording: Recording, n: int) -> Tensor | None:
     """Returns the first n observations (NaN if missing) if they are of the space of the states.
 
     They are if they have as many components and each of them, as an estimate of its state, is
     better than a constant: its median distance to the state is below that of the median state.
     """
-    if sequence.obs.shape[1:] != sequence.states.shape[1:] or sequence.obs.ndim != 2:
+    if recording.obs.shape[1:] != recording.states.shape[1:] or recording.obs.ndim != 2:
         return None
-    z, x = sequence.states.double().cpu(), sequence.obs.double().cpu()
-    if sequence.mask is not None:
-        x = torch.where(sequence.mask[:, None].cpu(), x, torch.nan)
+    z, x = recording.states.double().cpu(), recording.obs.double().cpu()
+    if recording.mask is not None:
+        x = torch.where(recording.mask[:, None].cpu(), x, torch.nan)
     constant = (z - z.nanmedian(0).values).abs().nanmedian(0).values
     return x[:n] if ((x - z).abs().nanmedian(0).values < constant).all() else None
 

@@ -116,7 +116,7 @@ class FilterDataModule(lightning.LightningDataModule):
 
     def __init__(
         self,
-        sequences: list[Recording],
+        recordings: list[Recording],
         training: Training,
         seed: int,
         validation: list[Recording] | None = None,
@@ -125,7 +125,7 @@ class FilterDataModule(lightning.LightningDataModule):
         """Cut the recordings.
 
         Args:
-            sequences: the training part, in the model's dtype.
+            recordings: the training part, in the model's dtype.
             training: how to cut it.
             seed: of the order of the batches.
             validation: recordings to validate on, instead of the end of the training part.
@@ -138,7 +138,7 @@ class FilterDataModule(lightning.LightningDataModule):
         super().__init__()
         self.test: list[Recording] = test or []
         self.fit, self.held = (
-            (sequences, validation) if validation else hold_out(sequences, training.validation)
+            (recordings, validation) if validation else hold_out(recordings, training.validation)
         )
         lengths = [len(r.states) for r in self.fit]
         self.folds: list[list[Span]] = folds(lengths, training.folds)
@@ -154,7 +154,7 @@ class FilterDataModule(lightning.LightningDataModule):
             )
         if not any(self.chunks):
             longest = max(span.stop - span.start for spans in self.folds for span in spans)
-            total = sum(len(r.states) for r in sequences)
+            total = sum(len(r.states) for r in recordings)
             raise ValueError(
                 f"no window of {width} steps fits: {sum(lengths)} steps to fit ({total} "
                 f"for training, {total - sum(lengths)} of them held out) in {training.folds} folds "

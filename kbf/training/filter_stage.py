@@ -51,12 +51,12 @@ class FilterTraining(FittedModel, lightning.LightningModule):
     def __init__(
         self,
         config: dict[str, Any],
-        sequences: list[Recording] | None = None,
+        recordings: list[Recording] | None = None,
         *,
         trust: bool = False,
     ) -> None:
         """Build the model; arguments and errors as of `FittedModel`."""
-        super().__init__(config, sequences, trust=trust)
+        super().__init__(config, recordings, trust=trust)
         self.save_hyperparameters("config")
         if self.how is not None:
             kind = type(self.net).__name__
@@ -76,20 +76,20 @@ class FilterTraining(FittedModel, lightning.LightningModule):
             if not self.prepared:
                 data = getattr(self.trainer, "datamodule", None)
                 cut = isinstance(data, FilterDataModule)
-                self.prepare(data.fit if cut else self.memory.sequences())
+                self.prepare(data.fit if cut else self.memory.recordings())
 
     def take_encodings(self, stored: dict[str, Any]) -> None:
         """Take a fitted encoding, the encoded recordings, and the time that the fit took."""
         assert self.code is not None
         self.borrowed_seconds = float(stored["seconds"])
         self.code.load_state_dict(stored["code"])
-        self.remember(RecordingBuffers.from_state(stored["memory"], "").sequences())
+        self.remember(RecordingBuffers.from_state(stored["memory"], "").recordings())
 
     def task(self, batch: Task | Recording) -> Task:
         """Return the task of a batch."""
         if isinstance(batch, Task):
             return batch
-        return Task(self.memory.sequences(), self.taken_in([batch])[0])
+        return Task(self.memory.recordings(), self.taken_in([batch])[0])
 
     def forward(
         self, obs: Tensor, mask: Tensor | None = None, controls: Tensor | None = None

@@ -118,7 +118,7 @@ class Run(NamedTuple):
 
 def train(
     config: dict[str, Any],
-    sequences: list[Recording],
+    recordings: list[Recording],
     directory: Path,
     *,
     ckpt_path: Path | None = None,
@@ -139,7 +139,7 @@ def train(
     Args:
         config: resolved: ``model``, ``trainer`` and ``seed``; ``callbacks``, of the trainer, by
             name (None for none).
-        sequences: the recordings of the training part.
+        recordings: the recordings of the training part.
         directory: where the checkpoints go.
         ckpt_path: a ``last.ckpt`` or ``encoder.ckpt`` to continue.
         validation_floor: Bayes-optimal error on the held-out part, for the logged excess error.
@@ -169,7 +169,7 @@ def train(
         warnings.filterwarnings("ignore", f".*{text}.*")
     lightning.seed_everything(config["seed"], verbose=False)
     stored = {key: config[key] for key in CHECKPOINT_KEYS if key in config}
-    module = FilterTraining(stored, sequences, trust=trust)
+    module = FilterTraining(stored, recordings, trust=trust)
     module.extent, module.validation_floor = extent, validation_floor
     module.provenance = provenance
     # cache: the second stage must not remove what the first has written.
@@ -204,7 +204,7 @@ def fit_encoders(
     Raises:
         ValueError: too few images.
     """
-    how, recordings, code = module.encoding, module.memory.sequences(), module.code
+    how, recordings, code = module.encoding, module.memory.recordings(), module.code
     assert how is not None
     if code is None:
         if module.how is not None and not validation:  # the second stage holds these out
@@ -261,7 +261,7 @@ def fit_filter(
         return fit_kernel_filter(module, run)
     seed, how = run.config["seed"], module.how
     held = module.taken_in(validation or [])
-    tasks = FilterDataModule(module.memory.sequences(), how, seed, held)
+    tasks = FilterDataModule(module.memory.recordings(), how, seed, held)
     monitor = (VALIDATION_LOSS if how.monitor == "loss" else VALIDATION) if tasks.held else None
     best = BestCheckpoint(run.directory, monitor)
     last = LastCheckpoint(run.directory / LAST, replaces=run.directory / ENCODERS)
@@ -286,7 +286,7 @@ def fit_kernel_filter(module: FilterTraining, run: Run) -> Trained | None:
     """Run the second stage of a model without training by gradient: fit its filter."""
     trainer = run.trainer()
     module.to(trainer.strategy.root_device).eval()
-    memory = module.memory.sequences()
+    memory = module.memory.recordings()
     module.prepare(memory, torch.Generator().manual_seed(run.config["seed"]))
     # Calibration and monitor are learned from the steps that the filter is trained on.
     if isinstance(module.net, ModelSelection):
@@ -323,7 +323,7 @@ def reuse_encoding(module: FilterTraining, run: Run, encodings: Path | None) -> 
 
 def check(
     config: dict[str, Any],
-    sequences: list[Recording],
+    recordings: list[Recording],
     *,
     trust: bool = False,
     validation: list[Recording] | None = None,
@@ -333,22 +333,22 @@ def check(
     Raises:
         ValueError: as of `train`.
     """
-    module = FilterTraining(config, sequences, trust=trust).eval()
+    module = FilterTraining(config, recordings, trust=trust).eval()
     callbacks = build_callbacks(config) if "trainer" in config else []
     how, seed = module.how, config["seed"]
     if module.learns and how is not None:
-        held = FilterDataModule(sequences, how, seed, validation).held
+        held = FilterDataModule(recordings, how, seed, validation).held
         check_callbacks(callbacks, bool(held))
     if module.encoding is not None:
         # One image through each encoder finds wrong shapes and missing weights.
         for encoder in [module.own_encoder] if module.code is None else module.code.encoders:
             assert encoder is not None
-            check_encoder(encoder, sequences[0].obs[:1])
+            check_encoder(encoder, recordings[0].obs[:1])
         cut = how if module.code is None and not validation else None
-        part = FilterDataModule(sequences, cut, seed).fit if cut else sequences
+        part = FilterDataModule(recordings, cut, seed).fit if cut else recordings
         folds([len(r.states) for r in part], module.encoding.members)
         check_batches(len(observed_pairs(part)[1]), module.encoding)
-        module.encoding.visible_part(sequences[0].states)
+        module.encoding.visible_part(recordings[0].states)
 
 
 def is_helper() -> bool:

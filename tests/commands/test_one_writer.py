@@ -68,7 +68,7 @@ def test_of_two_appends_at_once_both_arrive_or_one_is_named(here):
     for code, text in zip(done, texts, strict=True):
         assert code == 0 or (code == 2 and "c.ckpt is being written by process" in text)
     before, after = (
-        points(each.module.memory.sequences()) for each in (source, load_filter("c.ckpt"))
+        points(each.module.memory.recordings()) for each in (source, load_filter("c.ckpt"))
     )
     assert after - before == 80 * done.count(0) > 0
 
@@ -87,12 +87,12 @@ def test_an_append_replaces_only_what_it_extends_or_has_written(here, capsys):
     assert "notes.txt exists and is no checkpoint" in capsys.readouterr().err
     assert (here / "notes.txt").read_text() == "mine"
     assert main(ours) == 0  # the same again, as after a kill
-    same = points(load_filter("mine.ckpt").module.memory.sequences())
-    assert same == points(first.module.memory.sequences())
+    same = points(load_filter("mine.ckpt").module.memory.recordings())
+    assert same == points(first.module.memory.recordings())
     assert main(["append", "checkpoint=mine.ckpt", "seed=4", "out=mine.ckpt"]) == 0
-    assert points(load_filter("mine.ckpt").module.memory.sequences()) == same + 80
+    assert points(load_filter("mine.ckpt").module.memory.recordings()) == same + 80
     assert main(["append", BEST, "seed=4", "out=mine.ckpt", "overwrite=true"]) == 0
-    assert points(load_filter("mine.ckpt").module.memory.sequences()) == same
+    assert points(load_filter("mine.ckpt").module.memory.recordings()) == same
 
 
 def test_a_folder_of_one_command_is_no_folder_of_another(here, capsys):

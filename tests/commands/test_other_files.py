@@ -89,7 +89,7 @@ def test_appended_columns_are_found_by_name(fitted):
     new = recorded(seed=1)
     shuffled = new[["t", "cell_2", "y", "run", "cell_0", "x", "cell_1"]]
     memories = [
-        fitted.append(frame).trained.module.memory.sequences()[-1] for frame in (new, shuffled)
+        fitted.append(frame).trained.module.memory.recordings()[-1] for frame in (new, shuffled)
     ]
     assert torch.equal(memories[0].obs, memories[1].obs)
     assert torch.equal(memories[0].states, memories[1].states)

@@ -202,7 +202,7 @@ def test_sensors_of_different_rates_need_no_further_word(table, tmp_path):
         loaded.module.net.main.densities.sensors.columns() == [[0], [1]]
         and loaded.filter.allow_missing_sensors
     )
-    masks = [s.mask for s in loaded.module.memory.sequences()]
+    masks = [s.mask for s in loaded.module.memory.recordings()]
     assert sum(176 if m is None else int(m.sum()) for m in masks) > 150, "what speaks is heard"
     told = metrics(tmp_path / "run")
     assert told["test.nmse"] < 0.8 and "plain.window_ridge.nmse" in told
@@ -268,7 +268,7 @@ def test_errors_are_one_line_with_the_place(table, tmp_path, capsys, trained):
             ["train", "data=own", path_of(table), *COLUMNS, "n_train=999"],
             "n_train=999: there are 176 training steps",
         ),
-        (["train", "data=own", path_of(table), *COLUMNS, "data.test=all"], "no sequence"),
+        (["train", "data=own", path_of(table), *COLUMNS, "data.test=all"], "no recording"),
         (
             [
                 "evaluate",
@@ -354,7 +354,7 @@ def test_a_checkpoint_brings_its_units(trained, table):
     states = torch.cat([s.states for s in data.train])
     torch.testing.assert_close(scaling.z_mean, states.mean(0))
     torch.testing.assert_close(scaling.z_scale, states.std(0, correction=0))
-    inside = torch.cat([s.states for s in loaded.module.memory.sequences()])
+    inside = torch.cat([s.states for s in loaded.module.memory.recordings()])
     torch.testing.assert_close(inside.mean(0), torch.zeros(2).double(), atol=1e-9, rtol=0)
     torch.testing.assert_close(inside.std(0, correction=0), torch.ones(2).double())
 
@@ -371,7 +371,7 @@ def test_other_data_sets_have_no_scaling():
             [sequence],
         )
         assert module.scaling is None
-        assert torch.equal(module.memory.sequences()[0].states, sequence.states)
+        assert torch.equal(module.memory.recordings()[0].states, sequence.states)
 
 
 @pytest.mark.slow
@@ -533,7 +533,7 @@ def test_appended_recordings_are_cut_at_missing_steps(table, tmp_path, capsys):
     assert main(["append", *words[:2], f"out={other}"]) == 2
     assert "would overwrite the recordings" in capsys.readouterr().err
     assert main(["append", *words]) == 0
-    more = load_filter(tmp_path / "more.ckpt").module.memory.sequences()
+    more = load_filter(tmp_path / "more.ckpt").module.memory.recordings()
     assert (
         sum(len(s.states) for s in more) == 171 + 214
     )  # of 176 and 220 steps, five and six have no observation

@@ -402,7 +402,7 @@ def test_models_run_on_codes_of_the_angle_alone(env, tmp_path, model):
     found = score(trained.filter, data.test, dtype=trained.module.model_dtype)
     assert found.estimates[0].shape == (5, 3) and math.isfinite(found.mse.item())
     loaded = load_filter(tmp_path / "best.ckpt")
-    (memory,) = loaded.module.memory.sequences()
+    (memory,) = loaded.module.memory.recordings()
     assert memory.obs.shape == (60, 2) and memory.states.shape == (60, 3)
     torch.testing.assert_close(memory.obs.norm(dim=1), torch.ones(60).to(memory.obs))
     torch.testing.assert_close(memory.states, data.train[0].states.to(memory.states))

@@ -269,8 +269,8 @@ def test_the_default_takes_ratios_whole_and_others_their_means(tmp_path, monkeyp
     monkeypatch.setattr("kbf.commands.train.write_figures", lambda *a, **k: [])
     moving, plain = trained("kernel_monte_carlo", tmp_path / "a"), trained("kalman", tmp_path / "b")
     assert isinstance(inner_filter(moving.filter), RatioFilter)
-    assert moving.module.memory.sequences()[0].obs.shape == (40, encoding_width(2, 4))
-    assert plain.module.memory.sequences()[0].obs.shape == (40, 2)
+    assert moving.module.memory.recordings()[0].obs.shape == (40, encoding_width(2, 4))
+    assert plain.module.memory.recordings()[0].obs.shape == (40, 2)
     images = PendulumRKN(1, n_test=1, seed=5, steps=12).train[0].obs[None]
     for each in (moving, plain):
         found = rollout(each.filter, images, generator=torch.Generator().manual_seed(0)).estimates

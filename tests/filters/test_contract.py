@@ -646,9 +646,9 @@ def test_broken_memories_are_refused(name):
     nan.states[3, 0] = math.nan
     uneven = good[0]._replace(obs=good[0].obs[:-1])
     for broken, message in (
-        ([good[1], nan], "sequence 1: states hold NaN or infinite values in 1 of 30 rows"),
+        ([good[1], nan], "recording 1: states hold NaN or infinite values in 1 of 30 rows"),
         (uneven, "of one length"),
-        ([], "no sequence"),
+        ([], "no recording"),
     ):
         with pytest.raises(ValueError, match=message):
             recipe.fit(broken)

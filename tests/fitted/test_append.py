@@ -93,7 +93,7 @@ def test_units_are_those_of_the_checkpoint(tmp_path):
     assert old is not None
     assert module.scaling is not None
     assert torch.equal(module.scaling.z_scale, old.z_scale)
-    memory = module.memory.sequences()
+    memory = module.memory.recordings()
     torch.testing.assert_close(module.scaling.states(memory[1].states), second.states)
 
 
@@ -102,7 +102,7 @@ def test_budget_keeps_to_its_points(tmp_path):
     found = append(load_filter(path), [recording(100, 1)], budget=90)
     save_checkpoint(found.trained, path)
     assert 90 - STEPS_PER_CHUNK < found.kept <= 90
-    assert points(load_filter(path).module.memory.sequences()) == found.kept
+    assert points(load_filter(path).module.memory.recordings()) == found.kept
 
 
 def test_what_does_not_fit_is_one_clear_error(tmp_path):
@@ -162,7 +162,7 @@ def test_the_command_adds_and_tells(tmp_path, capsys, monkeypatch):
     assert main(["append", ckpt, "seed=1", "out=more.ckpt", "budget=120"]) == 0
     ratio_dim = capsys.readouterr().out
     assert "points before" in ratio_dim
-    assert points(load_filter("more.ckpt").module.memory.sequences()) <= 120
+    assert points(load_filter("more.ckpt").module.memory.recordings()) <= 120
     assert load_filter("more.ckpt").monitor is not None
     assert main(["evaluate", "checkpoint=more.ckpt", "particles=50", "run_dir=again"]) == 0
     assert main(["append", ckpt, "data=dsprites", "out=other.ckpt"]) == 2

@@ -390,8 +390,8 @@ WRONG = {
     ),
     "takes no controls": lambda layer, memory, x: layer(x, memory, controls=x[..., :1]),
     "observations hold NaN or infinite values": lambda layer, memory, x: layer(x / 0 * 0, memory),
-    "the memory holds no sequence": lambda layer, memory, x: layer(x, []),
-    "sequence 0: states must be": lambda layer, memory, x: layer(
+    "the memory holds no recording": lambda layer, memory, x: layer(x, []),
+    "recording 0: states must be": lambda layer, memory, x: layer(
         x, memory._replace(states=memory.states[:-1])
     ),
     "needs every observation of its memory": lambda layer, memory, x: layer(

@@ -405,7 +405,7 @@ def test_memory_holds_codes_and_no_images(tmp_path):
     assert not any(m.training for m in trained.module.filter().code.modules())
     code, held = trained.module.code, held_by([50, 30], 2)
     assert code is not None
-    for k, sequence in enumerate(trained.module.memory.sequences()):
+    for k, sequence in enumerate(trained.module.memory.recordings()):
         torch.testing.assert_close(sequence.obs, code.crossfit(data[k], held[k]).obs)
         torch.testing.assert_close(sequence.states, data[k].states)
 
@@ -458,10 +458,10 @@ def test_missing_images_are_not_learned_from_and_stay_missing(tmp_path, monkeypa
     assert torch.equal(obs, torch.cat([data[0].obs[mask], data[1].obs]))
     a, b = (run.code.state_dict() for run in runs)
     assert all(torch.equal(a[name], b[name]) for name in a)
-    first = runs[0].memory.sequences()[0]
+    first = runs[0].memory.recordings()[0]
     assert first.mask is not None and torch.equal(first.mask, mask)
-    assert torch.equal(first.obs[mask], runs[1].memory.sequences()[0].obs[mask])
-    assert runs[0].memory.sequences()[1].mask is None
+    assert torch.equal(first.obs[mask], runs[1].memory.recordings()[0].obs[mask])
+    assert runs[0].memory.recordings()[1].mask is None
 
 
 def test_encoders_depend_on_the_seed_alone_and_differ(tmp_path):

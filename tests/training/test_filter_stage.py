@@ -269,7 +269,7 @@ def test_several_sequences_and_images(tmp_path):
     trained = train(config(model), sequences, tmp_path, trust=True)
     assert trained is not None
     assert trained.validation_mse is not None
-    assert [len(s.states) for s in trained.module.memory.sequences()] == [30, 17, 23]
+    assert [len(s.states) for s in trained.module.memory.recordings()] == [30, 17, 23]
 
 
 def test_the_fast_way_through_a_recurrent_net_is_the_rollout(data):

@@ -82,7 +82,7 @@ def test_a_net_without_a_memory_is_calibrated_on_what_its_training_held_out():
     ((net, held),) = never_learned_from(module)
     assert net is module.net and module.how is not None
     assert sum(len(s.states) for s in held) == round(200 * module.how.validation)
-    last = module.memory.sequences()[-1].states[-1]
+    last = module.memory.recordings()[-1].states[-1]
     assert torch.equal(held[-1].states[-1], last)
 
 
@@ -99,7 +99,7 @@ def test_many_recordings_are_held_out_whole_wherever_a_part_is():
     module = FilterTraining(config, ten)
     assert module.how is not None and len(ten) == 10
     ((_, held),) = never_learned_from(module)
-    scaled = module.memory.sequences()
+    scaled = module.memory.recordings()
     trained = FilterDataModule(scaled, module.how, seed=0)
     for found, expected in (
         (held, scaled[8:]),

@@ -151,7 +151,7 @@ def test_forward_is_the_filter_in_the_units_of_the_data(data):
     module = FilterTraining(
         {"model": KERNEL, "seed": 0, "data": {"normalise": "standard"}}, data.train
     )
-    module.prepare(module.memory.sequences())
+    module.prepare(module.memory.recordings())
     mask = torch.arange(20) % 3 > 0
     found = module(data.test[0].obs[None], mask[None])
     torch.testing.assert_close(

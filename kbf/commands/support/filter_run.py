@@ -153,7 +153,7 @@ class FilterRun:
         self.done: int = 0
         self.missing: int = 0
         self.columns: list[str] = []
-        self.sequence: str | None = None
+        self.recording: str | None = None
         self.clock: float | None = None
         self.started: bool = False
         self.tracks: dict[str | None, Track] = {}  # of the other recordings
@@ -176,7 +176,7 @@ class FilterRun:
             self.clock = float(stored["clock"]) if "clock" in stored else None
             self.started = "recording" in stored
             if self.started:
-                self.sequence = text_of(stored["recording"])
+                self.recording = text_of(stored["recording"])
             self.tracks = read_tracks(stored, estimator.live.state)
             for key in [key for key in stored if key.endswith("_acting")]:
                 name = stored.get(key.removesuffix("acting") + "of")
@@ -190,10 +190,10 @@ class FilterRun:
         waiting: list[Row] = []
         try:
             for row in rows:
-                if row.gap or (self.started and row.sequence != self.sequence):
+                if row.gap or (self.started and row.recording != self.recording):
                     self.filter_batch(waiting, write)
                     self.switch(row)
-                self.sequence, self.started = row.sequence, True
+                self.recording, self.started = row.recording, True
                 waiting += [row._replace(obs=None, inserted=True)] * (row.moves - 1)
                 waiting.append(row)
                 if not row.next_ready or len(waiting) >= self.rows_per_batch:
@@ -225,7 +225,7 @@ class FilterRun:
     def clocks(self) -> dict[str | None, float]:
         """The last time of each recording that has one."""
         known = {name: track.clock for name, track in self.tracks.items()}
-        known[self.sequence] = self.clock
+        known[self.recording] = self.clock
         return {name: clock for name, clock in known.items() if clock is not None}
 
     @property
@@ -238,22 +238,22 @@ class FilterRun:
     def switch(self, row: Row) -> None:
         """Continue with the recording of a row: from its own state, or from the prior."""
         estimator, live = self.estimator, self.estimator.live
-        if self.started and row.sequence != self.sequence:
-            self.tracks[self.sequence] = Track(
+        if self.started and row.recording != self.recording:
+            self.tracks[self.recording] = Track(
                 live.state, live.rejections, estimator.recent, self.steps, self.clock
             )
             if len(self.tracks) > MAX_OPEN_RECORDINGS:
                 oldest = next(iter(self.tracks))
                 self.closed.add(oldest)
                 del self.tracks[oldest]
-        track = self.tracks.pop(row.sequence, None)
+        track = self.tracks.pop(row.recording, None)
         if track is not None and not row.gap:
             live.state, live.rejections, estimator.recent, self.steps, self.clock = track
             return
-        self.restarts += row.gap or row.sequence in self.closed
+        self.restarts += row.gap or row.recording in self.closed
         estimator.restart()
         self.steps = 0
-        if track is None and row.sequence != self.sequence:
+        if track is None and row.recording != self.recording:
             self.clock = None
 
     def filter_batch(self, rows: list[Row], write: Write) -> None:
@@ -269,14 +269,14 @@ class FilterRun:
             if row.inserted:
                 self.predicted += 1
                 continue
-            position = dict(zip(POSITION, (row.sequence, self.steps, row.time), strict=True))
+            position = dict(zip(POSITION, (row.recording, self.steps, row.time), strict=True))
             output.append({k: v for k, v in position.items() if v is not None} | values)
             self.steps += 1
             self.missing += row.obs is None
         self.columns = list(output[0])
         before, self.done, self.clock = self.done, self.done + len(output), rows[-1].clock
         if (logged := rows[-1].logged) is not None:
-            self.acting[rows[-1].sequence] = logged
+            self.acting[rows[-1].recording] = logged
         rows.clear()
         write(output)
         if self.every is not None and self.done // self.every > before // self.every:
@@ -290,7 +290,7 @@ class FilterRun:
             "steps": torch.tensor(self.steps),
             "checkpoint": bytes_of(self.checkpoint),
             "clock": number_of(self.clock),
-            "recording": None if self.sequence is None else bytes_of(self.sequence.encode()),
+            "recording": None if self.recording is None else bytes_of(self.recording.encode()),
             "recent": self.estimator.recent,
         }
         for k, (name, track) in enumerate(self.tracks.items()):

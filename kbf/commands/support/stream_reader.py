@@ -32,7 +32,7 @@ class Row(NamedTuple):
         obs: ``1 *x`` with NaN for missing sensors, or None where the observation is missing.
         control: ``1 k``, or None without controls.
         time: as it was written.
-        sequence: name of the recording; each recording has a filter state of its own.
+        recording: name of the recording; each recording has a filter state of its own.
         clock: the time as a number, where the length of a step is known.
         gap: more than `LARGEST_GAP` usual steps have passed since the row before.
         logged: the controls of the row, where they act in the move from it; None elsewhere.
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     obs: Tensor | None
     control: Tensor | None = None
     time: str | None = None
-    sequence: str | None = None
+    recording: str | None = None
     clock: float | None = None
     gap: bool = False
     logged: list[float] | None = None
@@ -111,7 +111,7 @@ class RowReader:
         on_unreadable: Callable[[str], None] | None = None,
         clocks: Mapping[str | None, float] | None = None,
         acting: Mapping[str | None, list[float]] | None = None,
-        sequence: str | None = None,
+        recording: str | None = None,
         allow_missing_sensors: bool = False,
     ) -> None:
         """Set the source.
@@ -126,7 +126,7 @@ class RowReader:
                 step without observation. None raises the error.
             clocks: of each recording the time of its last step, when a stream continues.
             acting: of each recording the controls of its last row, where these act from it.
-            sequence: name of the recording of the step before the first line.
+            recording: name of the recording of the step before the first line.
             allow_missing_sensors: the filter uses observations with missing sensors.
         """
         self.chunks: Iterable[bytes] = chunks
@@ -149,7 +149,7 @@ class RowReader:
         )
         # controls that act in the next move
         self.acting: dict[str | None, list[float]] = dict(acting or {})
-        self.sequence: str | None = sequence
+        self.recording: str | None = recording
         self.assumed: bool = False  # the clock was extrapolated over a line without a time
         self.untimed: Counter[str | None] = Counter()  # rows of recordings since their clock
         self.unreadable: int = 0
@@ -239,15 +239,15 @@ class RowReader:
             raise LineError(f": it has {len(cells)} columns in place of {self.width}")
         assert self.column_index is not None
         values = [self.parse_number(cells[index], index) for index in self.column_index]
-        time, sequence = (
+        time, recording = (
             cells[k] if (k := self.optional_index.get(key)) is not None else None
             for key in self.columns[1:3]
         )
-        if sequence == "":
+        if recording == "":
             raise LineError(
                 f", column {self.columns.recording!r}: the name of the recording is missing"
             )
-        return self.make_row(values, time, sequence)
+        return self.make_row(values, time, recording)
 
     def parse_json(self, text: str) -> Row:
         """Return the row of a JSON line."""
@@ -259,12 +259,12 @@ class RowReader:
                 raise LineError(
                     f": the object has no {missing[0]!r}; {', '.join(needed)} are needed"
                 )
-            time, sequence = (
+            time, recording = (
                 None if value.get(key) is None else str(value[key]) for key in self.columns[1:3]
             )
             value = [value[name] for name in needed]
         else:
-            time, sequence = None, self.sequence
+            time, recording = None, self.recording
         if not isinstance(value, list) or len(value) != len(needed):
             content = (
                 f"{len(value)} entries" if isinstance(value, list) else f"a {type(value).__name__}"
@@ -273,7 +273,7 @@ class RowReader:
                 f": it holds {content} in place of {len(needed)} numbers ({', '.join(needed)})"
             )
         return self.make_row(
-            [self.parse_number(entry, k) for k, entry in enumerate(value)], time, sequence
+            [self.parse_number(entry, k) for k, entry in enumerate(value)], time, recording
         )
 
     def missing_row(self) -> Row:
@@ -284,9 +284,9 @@ class RowReader:
         if self.controls is None:
             raise LineError(f": the first line must hold {', '.join(self.needed[self.q :])}")
         step = self.columns.step if self.columns.elapsed else None
-        clock = self.clocks.get(self.sequence)
+        clock = self.clocks.get(self.recording)
         next_time = [clock + step] if step and clock is not None else []
-        row = self.make_row([math.nan] * self.q + self.controls + next_time, None, self.sequence)
+        row = self.make_row([math.nan] * self.q + self.controls + next_time, None, self.recording)
         self.assumed = True
         return row
 
@@ -311,16 +311,16 @@ class RowReader:
             )
         return value
 
-    def make_row(self, values: list[float], time: str | None, sequence: str | None) -> Row:
+    def make_row(self, values: list[float], time: str | None, recording: str | None) -> Row:
         """Return a row of tensors; checks that controls are given and that time increases."""
         q, k, step = self.q, len(self.columns.column_schema.controls), self.columns.step
         if not all(map(math.isfinite, values[q:])):
             raise LineError(f": {', '.join(self.needed[q:])} must be there at each step")
         control = self.controls = values[q : q + k]
         if self.columns.acts_from:
-            control = self.acting.get(sequence, control)
-            self.acting[sequence] = self.controls
-        previous = self.clocks.get(self.sequence if sequence is None else sequence)
+            control = self.acting.get(recording, control)
+            self.acting[recording] = self.controls
+        previous = self.clocks.get(self.recording if recording is None else recording)
         now, gap, moves = seconds(time or "") if step else None, False, 1
         if self.columns.elapsed:
             now = values[-1]
@@ -334,19 +334,19 @@ class RowReader:
             if self.columns.elapsed:
                 control = [*control, step if previous is None or gap or early else now - previous]
             elif previous is not None and not gap:
-                moves = max(1, moves_in(now - previous, step) - self.untimed[sequence])
-            self.clocks[sequence], self.assumed, time = now, False, time or f"{now:.15g}"
-            self.untimed[sequence] = -1
-        self.untimed[sequence] += 1
-        self.sequence = sequence
+                moves = max(1, moves_in(now - previous, step) - self.untimed[recording])
+            self.clocks[recording], self.assumed, time = now, False, time or f"{now:.15g}"
+            self.untimed[recording] = -1
+        self.untimed[recording] += 1
+        self.recording = recording
         return Row(
             self.observation(values[:q]),
             self.tensor([control]) if control else None,
             time,
-            sequence,
-            self.clocks.get(sequence),
+            recording,
+            self.clocks.get(recording),
             gap,
-            self.acting.get(sequence),
+            self.acting.get(recording),
             moves=moves,
         )
 

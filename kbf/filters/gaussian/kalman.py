@@ -226,16 +226,16 @@ def fit_linear(
         ValueError: observations that are not vectors, or fewer than 2 d + k + 1 transitions or
             d + 1 + q observations.
     """
-    sequences = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
-    check_vectors(sequences, "a linear model")
-    z, z_next, u = moves(sequences)
-    z_seen, x = observed_pairs(sequences)
+    recordings = as_recordings(memory, allow_missing_sensors=allow_missing_sensors)
+    check_vectors(recordings, "a linear model")
+    z, z_next, u = moves(recordings)
+    z_seen, x = observed_pairs(recordings)
     AB, a, Q = regress(z if u is None else torch.cat([z, u], -1), z_next, "transitions")
     A, B = AB[:, : z.shape[1]], None if u is None else AB[:, z.shape[1] :]
     fit = regress_columns if allow_missing_sensors else regress
     C, c, R = fit(z_seen, x, "observations")
     R = with_noise_of_constant_sensors(R, x)
-    return LinearModel(A, a, Q, C, c, R, *training_moments(sequences), B)
+    return LinearModel(A, a, Q, C, c, R, *training_moments(recordings), B)
 
 
 def with_noise_of_constant_sensors(

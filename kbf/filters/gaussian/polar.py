@@ -119,10 +119,10 @@ def turning_filter(
     Raises:
         ValueError: no memory, or observations that are not unit vectors.
     """
-    sequences = as_recordings(memory)
-    check_vectors(sequences, "a Gaussian filter")
-    z = torch.cat([s.states for s in sequences])
-    seen, x = observed_pairs(sequences)
+    recordings = as_recordings(memory)
+    check_vectors(recordings, "a Gaussian filter")
+    z = torch.cat([s.states for s in recordings])
+    seen, x = observed_pairs(recordings)
     if x.shape[1] != 2 or not bool(((x.norm(dim=-1) - 1).abs() < 1e-3).all()):
         raise ValueError(
             "a filter of turning motion requires observations (cos, sin), "

@@ -269,7 +269,10 @@ def large_rows(log_weight: Float[Tensor, "m n"]) -> Int[Tensor, " r"]:
 
 
 def controlled_run(
-    model: LearnedModel, sequences: list[Recording], length: int, generator: Generator | None = None
+    model: LearnedModel,
+    recordings: list[Recording],
+    length: int,
+    generator: Generator | None = None,
 ) -> tuple[Float[Tensor, "m d"], Float[Tensor, "m k"], Float[Tensor, "m d"]]:
     """Simulate about ``length`` transitions; return states before, controls, and states after.
 
@@ -277,7 +280,7 @@ def controlled_run(
     that follow in the recording. It is short because recorded controls may be feedback from the
     state, from which a simulated state departs.
     """
-    source, _, u = moves(sequences)
+    source, _, u = moves(recordings)
     assert u is not None
     runs = (-(-length // STEPS_UNDER_CONTROLS),)
     first = torch.randint(len(source), runs, device=source.device, generator=generator)

@@ -104,20 +104,20 @@ class FittedGRU(WithoutHyperparameters):
             ValueError: no memory, observations that are not vectors, or too few steps.
         """
         missing = self.allow_missing_sensors
-        sequences = checked(memory, type(self).__name__, allow_missing_sensors=missing)
+        recordings = checked(memory, type(self).__name__, allow_missing_sensors=missing)
         if not missing:
-            return self.fit_networks(sequences)
-        flags = SensorFlags.of(sequences)
-        return FlaggedFilter(self.fit_networks([flags.recording(s) for s in sequences]), flags)
+            return self.fit_networks(recordings)
+        flags = SensorFlags.of(recordings)
+        return FlaggedFilter(self.fit_networks([flags.recording(s) for s in recordings]), flags)
 
-    def fit_networks(self, sequences: list[Recording]) -> EnsembleFilter:
+    def fit_networks(self, recordings: list[Recording]) -> EnsembleFilter:
         """Return the ensemble trained on recordings without missing sensors."""
-        d, like = sequences[0].states.shape[1], sequences[0].states
+        d, like = recordings[0].states.shape[1], recordings[0].states
         seeds = [self.networks * self.seed + k for k in range(self.networks)]
-        nets = [self.untrained(sequences, seed) for seed in seeds]
-        current = fingerprint(sequences)
+        nets = [self.untrained(recordings, seed) for seed in seeds]
+        current = fingerprint(recordings)
         if len(self.weights) == 0 or not torch.equal(current, self.fingerprint.to(current)):
-            side_by_side(lambda k: self.train_net(nets[k], sequences, k), range(len(nets)))
+            side_by_side(lambda k: self.train_net(nets[k], recordings, k), range(len(nets)))
             self.weights = torch.cat(
                 [parameters_to_vector(net.parameters()) for net in nets]
             ).detach()
@@ -129,26 +129,26 @@ class FittedGRU(WithoutHyperparameters):
         members: dict[str, Filter[Any]] = {f"net{k}": net for k, net in enumerate(nets)}
         return EnsembleFilter(members, shares, like.new_zeros(len(nets), d, d))
 
-    def untrained(self, sequences: list[Recording], seed: int) -> Network:
+    def untrained(self, recordings: list[Recording], seed: int) -> Network:
         """Return an untrained network in single precision, scaled by the recordings."""
-        first, device = sequences[0], sequences[0].states.device
+        first, device = recordings[0], recordings[0].states.device
         generator = torch.Generator().manual_seed(seed)
-        settings = {"hidden": self.hidden, "controls": control_width(sequences)}
+        settings = {"hidden": self.hidden, "controls": control_width(recordings)}
         sizes = first.states.shape[1], first.obs.shape[1]
         net = self.network(*sizes, **settings, generator=generator)
-        net.prepare([single(s) for s in sequences])
+        net.prepare([single(s) for s in recordings])
         return net.to(device)
 
     @torch.enable_grad()
-    def train_net(self, net: Network, sequences: list[Recording], k: int) -> None:
+    def train_net(self, net: Network, recordings: list[Recording], k: int) -> None:
         """Train one network on all but one part of the recordings; that part stops it early."""
-        sequences = [single(s) for s in sequences]
-        spans = folds([len(s.states) for s in sequences], PARTS)[(2 * k + 1) % PARTS]
-        rest = without(sequences, spans)
-        held = pad(first_steps(take(sequences, spans), MAX_VALIDATION_STEPS))
+        recordings = [single(s) for s in recordings]
+        spans = folds([len(s.states) for s in recordings], PARTS)[(2 * k + 1) % PARTS]
+        rest = without(recordings, spans)
+        held = pad(first_steps(take(recordings, spans), MAX_VALIDATION_STEPS))
         generator = torch.Generator().manual_seed(self.networks * self.seed + k)
         updates = self.updates or min(
-            MAX_UPDATES, 200 + sum(len(s.states) for s in sequences) // 10
+            MAX_UPDATES, 200 + sum(len(s.states) for s in recordings) // 10
         )
         optimiser = torch.optim.AdamW(net.parameters(), lr=self.lr, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -194,33 +194,33 @@ class FittedMamba(FittedGRU):
         super().__init__(networks=networks, **settings)
 
 
-def single(sequence: Recording) -> Recording:
+def single(recording: Recording) -> Recording:
     """Return the recording in single precision."""
-    controls = None if sequence.controls is None else sequence.controls.float()
-    return sequence._replace(
-        states=sequence.states.float(), obs=sequence.obs.float(), controls=controls
+    controls = None if recording.controls is None else recording.controls.float()
+    return recording._replace(
+        states=recording.states.float(), obs=recording.obs.float(), controls=controls
     )
 
 
-def fingerprint(sequences: list[Recording]) -> Float[Tensor, " s"]:
+def fingerprint(recordings: list[Recording]) -> Float[Tensor, " s"]:
     """Return the number of steps and sums of states, observations and their squares.
 
     Recordings with equal sums count as the same.
     """
-    seen = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in sequences]).double()
-    states = torch.cat([s.states for s in sequences]).double()
+    seen = torch.cat([s.obs if s.mask is None else s.obs[s.mask] for s in recordings]).double()
+    states = torch.cat([s.states for s in recordings]).double()
     sums = [total for x in (states, seen) for total in (x.sum(), x.square().sum())]
     return torch.stack([states.new_tensor(float(len(states))), *sums])
 
 
 def random_windows(
-    sequences: list[Recording], most: int, count: int, generator: Generator
+    recordings: list[Recording], most: int, count: int, generator: Generator
 ) -> Iterator[Recording]:
     """Yield ``count`` batches of windows with random starts.
 
     A window has ``most`` steps, or as many as recordings with half of all steps have.
     """
-    lengths = torch.tensor([len(s.states) for s in sequences])
+    lengths = torch.tensor([len(s.states) for s in recordings])
     width = min(most, common_length(lengths.tolist()))
     starts = (lengths - width + 1).clamp_min(0)
     for _ in range(count):
@@ -229,7 +229,7 @@ def random_windows(
         )
         first = (torch.rand(BATCH_SIZE, generator=generator) * starts[chosen]).long()
         starts_of = zip(chosen.tolist(), first.tolist(), strict=True)
-        yield stack(sequences, [Span(k, a, a + width) for k, a in starts_of])
+        yield stack(recordings, [Span(k, a, a + width) for k, a in starts_of])
 
 
 @torch.no_grad()

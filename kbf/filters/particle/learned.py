@@ -43,10 +43,10 @@ class LearnedParticleFilter(DensityModel):
 
     def fit(self, memory: Recording | list[Recording] | None) -> BootstrapFilter:
         """Return the filter of the fitted model that starts from the training states."""
-        sequences = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
-        model = self.learned(sequences).merged()
+        recordings = as_recordings(memory, allow_missing_sensors=self.allow_missing_sensors)
+        model = self.learned(recordings).merged()
         return BootstrapFilter(
-            model, torch.cat([s.states for s in sequences]), self.particles, self.threshold
+            model, torch.cat([s.states for s in recordings]), self.particles, self.threshold
         )
 
 

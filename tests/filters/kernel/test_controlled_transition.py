@@ -182,12 +182,12 @@ def test_pieces_stacks_and_pads_carry_controls():
 
 
 def test_memory_and_casts_carry_controls():
-    kept = RecordingBuffers(cast_all([pushed(20), pushed(30)], torch.float32)).sequences()
+    kept = RecordingBuffers(cast_all([pushed(20), pushed(30)], torch.float32)).recordings()
     assert [s.controls.dtype for s in kept if s.controls is not None] == [torch.float32] * 2
-    again = RecordingBuffers.from_state(RecordingBuffers(kept).state_dict(), "").sequences()
+    again = RecordingBuffers.from_state(RecordingBuffers(kept).state_dict(), "").recordings()
     assert again[1].controls is not None
     assert torch.equal(again[1].controls, pushed(30).controls.float())  # pyright: ignore[reportOptionalMemberAccess]
-    assert RecordingBuffers([without_controls(pushed(20))]).sequences()[0].controls is None
+    assert RecordingBuffers([without_controls(pushed(20))]).recordings()[0].controls is None
 
 
 def test_moves_pair_a_control_with_the_step_it_leads_to():
@@ -207,7 +207,7 @@ def test_moves_pair_a_control_with_the_step_it_leads_to():
     [
         (
             torch.zeros(19, 1),
-            r"sequence 1: controls must be \(20, 1\), one row a step, got \(19, 1\)",
+            r"recording 1: controls must be \(20, 1\), one row a step, got \(19, 1\)",
         ),
         (torch.zeros(20, 2), r"controls must be \(20, 1\)"),
         (torch.zeros(20), r"controls must be \(20, 1\)"),
@@ -215,7 +215,7 @@ def test_moves_pair_a_control_with_the_step_it_leads_to():
             torch.zeros(20, 1).index_fill(0, torch.tensor([4]), math.nan),
             r"NaN or infinite values in 1 of 20 rows \(first: row 4\)",
         ),
-        (None, "sequence 1 has no controls, sequence 0 has"),
+        (None, "recording 1 has no controls, recording 0 has"),
     ],
 )
 def test_controls_that_do_not_fit_are_refused(controls, message):

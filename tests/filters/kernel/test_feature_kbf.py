@@ -309,7 +309,7 @@ def test_both_stages_lower_the_error_and_the_checkpoint_holds_them(tmp_path):
     variance = test.states.var(0).sum().item()
     assert errors[1] < errors[0] < 0.3 * variance
     for name, trained in (("two", first), ("both", both)):
-        assert trained.module.memory.sequences()[0].obs.shape == (120, *SHAPE)
+        assert trained.module.memory.recordings()[0].obs.shape == (120, *SHAPE)
         torch.load(tmp_path / name / "best.ckpt", weights_only=True)
         again = load_filter(tmp_path / name / "best.ckpt")
         a, b = (
@@ -390,7 +390,7 @@ def test_what_is_held_out_for_validation_is_held_out_of_the_first_stage_too(tmp_
     trained = train(config(epochs=1, validation=0.25), [spots(80)], tmp_path)
     assert rows == [60]
     assert trained is not None and trained.validation_mse is not None
-    assert [len(s.states) for s in trained.module.memory.sequences()] == [80]
+    assert [len(s.states) for s in trained.module.memory.recordings()] == [80]
     tasks = FilterDataModule(
         [spots(80)], Training(**config(validation=0.25)["model"]["training"]), 0
     )

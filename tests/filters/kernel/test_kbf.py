@@ -274,7 +274,7 @@ def test_memories_that_do_not_serve():
     with pytest.raises(ValueError, match="cut the recordings at missing steps"):
         model.fit(good._replace(mask=torch.arange(20) != 4))
     for none in (None, []):
-        with pytest.raises(ValueError, match="no sequence"):
+        with pytest.raises(ValueError, match="no recording"):
             model.fit(none)
     with pytest.raises(ValueError, match="its 2 recordings have none"):
         model.fit([Recording(good.states[:1], good.obs[:1])] * 2)

@@ -150,7 +150,7 @@ def test_what_is_left_out_is_in_no_checkpoint(tmp_path, monkeypatch):
     made = train(config, [during(sequence, 0, 120)], tmp_path)
     assert made is not None
     kept = load_filter(tmp_path / "best.ckpt")
-    (memory,) = kept.module.memory.sequences()
+    (memory,) = kept.module.memory.recordings()
     torch.testing.assert_close(memory.states, sequence.states[50:120].to(memory.states))
     assert kept.module.net.hyperparameters()["newest"] == 70
     assert [
