@@ -361,6 +361,18 @@ def test_every_choice_composes():
         (["train", "model=[a b(c)]"], """'key=["a (b)"]'"""),
         (["train", "--fast"], "no option --fast"),
         (["train", "n_trian=5"], "there is no setting n_trian; did you mean n_train?"),
+        (["train", "modle.name=a"], "there is no setting modle.name; did you mean model.name?"),
+        (["train", "+foo=3"], "there is no setting foo; see the --help of the command"),
+        (["train", "+model.filter.foo=3"], "there is no setting model.filter.foo; see the --help"),
+        (
+            ["train", "+data.sorce.q=3"],
+            "there is no setting data.sorce.q; did you mean data.source.q?",
+        ),
+        (["compare", "+modls=kbf"], "there is no setting modls; did you mean models?"),
+        (
+            ["train", "model=lstm", "model.net.hiden=3"],
+            "there is no setting model.net.hiden; did you mean +model.net.hidden?",
+        ),
         (
             ["train", "data.path=rec.csv"],
             "there is no setting data.path here: recordings of your own are data=own",

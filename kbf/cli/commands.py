@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ],
     ),
     "evaluate": (
-        "score a checkpoint; it needs no other file",
+        "score a checkpoint on its own or on other data",
         [
             (
                 "kbf evaluate checkpoint=runs/mine/checkpoints/best.ckpt",

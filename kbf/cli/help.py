@@ -69,4 +69,5 @@ def printed_names(command: str) -> list[str]:
     title, described = METRICS_TITLE, METRICS
     if command == "filter":
         title, described = "columns of the output, after recording, step and time", COLUMNS
-    return ["", f"{title}:", *[f"  {name:<22}{meaning}" for name, meaning in described.items()]]
+    width = max(map(len, described)) + 2
+    return ["", f"{title}:", *[f"  {name:<{width}}{text}" for name, text in described.items()]]

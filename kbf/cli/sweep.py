@@ -167,7 +167,7 @@ def report(folder: Path, failures: list[str]) -> None:
 
     try:
         runs = read_runs(folder)
-    except ValueError:  # no job has begun
+    except ValueError:  # no job has started
         runs = []
     if runs:
         print_runs(folder, runs, metric_of(runs, None), largest=False)

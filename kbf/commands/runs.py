@@ -22,7 +22,7 @@ SCORES = ("test.mse", "test.nmse", "test.coverage_95")
 # Time between two readings of the folder.
 WATCH_SECONDS = 3.0
 # Readings without a run that is written, after which watching ends: the sweep was cut, or its next
-# job has not begun.
+# job has not started.
 IDLE_READINGS = 10
 
 

@@ -5,11 +5,14 @@ The groups and choices of a command are read from its configuration file, withou
 
 import copy
 import functools
+import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from kbf.runtime.instantiate import locate
 
 # The name, in Hydra's search path, of the folder with the groups of a single command, such as
 # ``configs/compare/experiment``.
@@ -90,9 +93,9 @@ def composing(
             key = str(error).partition("Could not override '")[2].partition("'")[0]
             if not key or "is not in struct" not in str(error.__cause__):
                 raise
-            # Words that select from a group, whose keys the message may name.
-            groups = [word for word in words if (config_dir() / word.partition("=")[0]).is_dir()]
-            raise ValueError(unknown_setting(key, hydra.compose(name, groups))) from error
+            raise ValueError(unknown_setting(key, without_settings(name, words))) from error
+        if any(word.startswith("+") for word in overrides):
+            check_added(command, overrides, without_settings(name, words))
         with unlocked(whole):
             whole.hydra.job.num, whole.hydra.job.id = 0, "0"
             whole.hydra.runtime.output_dir = os.path.abspath(str(whole.hydra.run.dir))
@@ -159,8 +162,56 @@ def choices_of(command: str, group: str) -> list[str]:
     return sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
 
 
+def without_settings(name: str, words: list[str]) -> Any:
+    """Returns a configuration with the words that select from a group, without other words."""
+    import hydra
+
+    return hydra.compose(name, [w for w in words if (config_dir() / w.partition("=")[0]).is_dir()])
+
+
+def check_added(command: str, words: list[str], config: Any) -> None:
+    """Check the settings that words such as ``+KEY=VALUE`` add to a configuration.
+
+    New keys are arguments of a class, of the trainer, of a logger or of a callback, or keys that
+    another choice of the group has. All of these are checked where they are used.
+
+    Args:
+        command: a command of ``kbf``.
+        words: the words of its command line.
+        config: the configuration without settings.
+
+    Raises:
+        ValueError: a setting that no configuration of the command has.
+    """
+    for word in words:
+        key = word.lstrip("+").partition("=")[0]
+        if not word.startswith("+") or "@" in key or key in groups_of(command):
+            continue
+        group, _, rest = key.partition(".")
+        name = rest.partition(".")[0]
+        closed = group in ("model", "data") and name not in {*(config.get(group) or ())}
+        if group not in {*config, "hydra"} or (closed and name not in keys_of(group)):
+            raise ValueError(unknown_setting(key, config))
+
+
+def keys_of(group: str) -> set[str]:
+    """Returns the keys that the choices of a group have.
+
+    >>> {"net", "dtype"} <= keys_of("model")
+    True
+    """
+    from omegaconf import OmegaConf
+
+    return {
+        str(key) for path in (config_dir() / group).rglob("*.yaml") for key in OmegaConf.load(path)
+    }
+
+
 def unknown_setting(key: str, config: Any) -> str:
-    """Returns the message about a setting that a configuration does not have, with the nearest."""
+    """Returns the message about a setting that a configuration does not have, with the nearest.
+
+    Names are those of the configuration, and the arguments of a class that it leaves out.
+    """
     import difflib
 
     from omegaconf import DictConfig, OmegaConf
@@ -168,14 +219,20 @@ def unknown_setting(key: str, config: Any) -> str:
     group, _, rest = key.partition(".")
     if group == "data" and rest in OmegaConf.load(config_dir() / "data" / "own.yaml"):
         return f"there is no setting {key} here: recordings of your own are data=own"
-    inside, dot, last = key.rpartition(".")
-    parent = OmegaConf.select(config, inside) if inside else config
-    siblings = [str(name) for name in parent] if isinstance(parent, DictConfig) else []
-    advice = "; see kbf COMMAND --help"
-    if near := difflib.get_close_matches(last, siblings, 1, cutoff=0.7):
-        advice = f"; did you mean {inside}{dot}{near[0]}?"
+    inside, node, parts = "", config, key.split(".")
+    while len(parts) > 1 and isinstance(
+        inner := OmegaConf.select(config, f"{inside}{parts[0]}"), DictConfig
+    ):
+        inside, node = f"{inside}{parts.pop(0)}.", inner
+    present, known = [str(name) for name in node], [str(name) for name in node]
+    with suppress(ValueError):  # no class, or one without a signature
+        known += inspect.signature(locate(node.get("_target_"))).parameters
+    advice = "; see the --help of the command"
+    if near := difflib.get_close_matches(parts[0], known, 1, cutoff=0.7):
+        plus = "" if near[0] in present else "+"
+        advice = f"; did you mean {plus}{inside}{'.'.join([near[0], *parts[1:]])}?"
     # These keys become arguments of a class, which rejects those that it does not have.
-    elif "." in inside or inside == "trainer":
+    elif len(parts) == 1 and ("." in inside[:-1] or inside == "trainer."):
         advice = f"; one that a class takes and its configuration leaves out: +{key}=VALUE"
     return f"there is no setting {key}{advice}"
 

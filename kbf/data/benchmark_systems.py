@@ -39,11 +39,14 @@ LORENZ_TERMS = 5
 # Angle of the turns of the sensors about each axis.
 SENSOR_TURN = math.pi / 180
 # Time of a Runge-Kutta step, and their number between two observations.
-FLOW_STEP, FLOW_STEPS = 1e-3, 20
-LORENZ96_STEP, LORENZ96_STEPS = 0.01, 5
+FLOW_STEP = 1e-3
+FLOW_STEPS = 20
+LORENZ96_STEP = 0.01
+LORENZ96_STEPS = 5
 # Most variables of Lorenz (1996): a covariance of so many needs 0.2e9 bytes.
 MAX_VARIABLES = 5000
-PENDULUM_STEP, PENDULUM_STEPS = 0.005, 10
+PENDULUM_STEP = 0.005
+PENDULUM_STEPS = 10
 # Variance of the noise of states, as a share of that of observations.
 STATE_NOISE = 0.01
 GRAVITY = 9.81

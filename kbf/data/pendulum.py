@@ -27,7 +27,10 @@ from kbf.runtime.optional_dependencies import need
 from kbf.ssm import OrientationModel, normal, rotate
 
 # Of Pendulum-v1 in m/s^2, s, rad/s and N m; its mass and length are 1.
-GRAVITY, DT, MAX_SPEED, MAX_TORQUE = 10.0, 0.05, 8.0, 2.0
+GRAVITY = 10.0
+DT = 0.05
+MAX_SPEED = 8.0
+MAX_TORQUE = 2.0
 
 # Pixels along a side of an observation.
 IMAGE_SIDE = 32

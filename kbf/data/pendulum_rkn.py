@@ -35,7 +35,8 @@ CANVAS = 128
 PIXELS = 24
 
 # Of the rod, in pixels of the canvas.
-ROD_LENGTH, ROD_WIDTH = 55.0, 8.0
+ROD_LENGTH = 55.0
+ROD_WIDTH = 8.0
 
 # Half width of the resampling filter, in pixels of an image.
 LANCZOS = 3

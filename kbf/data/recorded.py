@@ -37,7 +37,8 @@ PLACE_CELLS = 40
 FIELD_WIDTH = 0.12
 
 # Rates of a place cell in the middle of its field and far from it, in spikes a second.
-PEAK_RATE, REST_RATE = 12.0, 0.3
+PEAK_RATE = 12.0
+REST_RATE = 0.3
 
 # Steps a second of the pulse.
 PULSE_HZ = 50

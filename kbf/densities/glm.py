@@ -45,7 +45,7 @@ RIDGES = (0.03, 0.3, 3.0, 30.0)
 # Candidate dispersions of the negative binomial density.
 DISPERSIONS = (0.1, 0.3, 1.0)
 # Most features.
-RANK = 48
+MAX_FEATURES = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,7 +235,7 @@ def fit_parameters(
     step: Float[Tensor, " q"] | None = None,
     factors: tuple[float, ...] = FACTORS,
     ridges: tuple[float, ...] = RIDGES,
-    rank: int = RANK,
+    rank: int = MAX_FEATURES,
 ) -> Candidate:
     """Fit a density of one family.
 
@@ -292,7 +292,7 @@ def refitted(density: GLMDensity, u: Float[Tensor, "n d"], y: Float[Tensor, "n q
     family, spread = density.family, density.family == "spread"
     shift, root = whitening(family, y, None) if spread else (density.shift, density.root)
     white = whitened(y - shift, root)
-    features = features_of(density.features.kernel, u, RANK)
+    features = features_of(density.features.kernel, u, MAX_FEATURES)
     coefficients = fisher_scoring(
         family,
         features(u),

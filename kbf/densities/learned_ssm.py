@@ -38,7 +38,7 @@ from kbf.ssm import normal
 # from more.
 MAX_PAIRS = 5000
 # Features of the regression of changes: a step evaluates it at every particle.
-RANK = 96
+CHANGE_FEATURES = 96
 ORDERS = (1, 2)
 
 
@@ -305,7 +305,7 @@ def learn_lagged_model(
     join = None if controls is None else join_of(before, controls)
     inputs = before if join is None or controls is None else join(before, controls)
     some = some_rows(len(inputs), MAX_PAIRS, inputs.device)
-    changes = MergedMap(fit_ridge_map(inputs[some], change[some], rank=RANK))
+    changes = MergedMap(fit_ridge_map(inputs[some], change[some], rank=CHANGE_FEATURES))
     if observation is None:
         observation = lagged_observation(density, recordings, known)
     states = torch.cat([s.states for s in recordings])
@@ -323,7 +323,7 @@ def lagged_observation(
         return RatioDensity(fit_state_density(seen))
     if density == "gaussian":
         few = some_rows(len(seen), MAX_PAIRS, seen.device)
-        return MergedMap(fit_ridge_map(seen[few], obs[few], rank=RANK))
+        return MergedMap(fit_ridge_map(seen[few], obs[few], rank=CHANGE_FEATURES))
     return merged(observation_density(density, recordings, known))
 
 

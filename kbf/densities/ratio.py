@@ -31,7 +31,7 @@ from kbf.densities.base import FOLDS, LOG_2PI, blocks
 from kbf.runtime.errors import FitError
 
 # States that the kernel density p(z) is centred at.
-POINTS = 500
+DENSITY_POINTS = 500
 # Candidate bandwidths of p(z), over the standard deviation of the states: with narrower ones ratios
 # are hard to learn.
 WIDTHS = (0.1, 0.2, 0.4)
@@ -82,10 +82,12 @@ def fit_state_density(states: Float[Tensor, "n d"]) -> StateDensity:
     n = len(states)
     if n < 2:
         raise FitError(f"a density of states needs at least 2 of them, got {n}")
-    points = states[torch.linspace(0, n - 1, POINTS, device=states.device).round().long()].double()
+    points = states[
+        torch.linspace(0, n - 1, DENSITY_POINTS, device=states.device).round().long()
+    ].double()
     scale = states.double().var(0, correction=0).mean().sqrt()
     scale = torch.where(scale > 0, scale, 1)
-    held = [part.to(states.device) for part in blocks(POINTS, FOLDS)]
+    held = [part.to(states.device) for part in blocks(DENSITY_POINTS, FOLDS)]
 
     def score(factor: float) -> float:
         return sum(

@@ -67,7 +67,7 @@ TAILS = 0.02
 # Candidate bandwidths of mixtures of maps, over the median distance of the inputs.
 FACTORS = (0.25, 0.5, 1.0)
 # Most features of mixtures of maps.
-RANK = 48
+MAX_FEATURES = 48
 # Mixtures of maps by name.
 MAPS: dict[str, dict[str, Any]] = {
     "student": {"student": True},
@@ -322,7 +322,7 @@ def features_to_try(map: RidgeMap, u: Float[Tensor, "n d"]) -> list[Features]:
     """Return the features of a ridge map, and those of Gaussian kernels of several bandwidths."""
     median = median_distance(u, distinct=True)
     others = [
-        features_of(partial(gaussian_kernel, bandwidth=factor * median), u, RANK)
+        features_of(partial(gaussian_kernel, bandwidth=factor * median), u, MAX_FEATURES)
         for factor in FACTORS
     ]
     return [Features(map.landmarks, map.whiten, map.kernel), *others]

@@ -34,7 +34,8 @@ WIDTHS = {"number": 1, "angle": 2, "rotation": 9}
 LARGEST_GAP = 5.0
 
 # Entries of a file of a state: the SHA-256 sum of the program, and the state of the random numbers.
-PROGRAM, RANDOM = "program", "random"
+PROGRAM = "program"
+RANDOM = "random"
 
 
 class ProgramEstimate(ColumnValues):

@@ -98,7 +98,7 @@ class Controlled(Protocol):
 
 @runtime_checkable
 class WithSensors(Protocol):
-    """A filter that may know its sensors one by one."""
+    """A filter that may have a density for each sensor."""
 
     @property
     def allow_missing_sensors(self) -> bool:
@@ -399,8 +399,8 @@ def smoother_of(filter: Filter[Any]) -> Backward:
     """Return the backward step of a filter.
 
     Raises:
-        ValueError: a filter that has none: its state is no distribution, or its model does not know
-            the density of a move.
+        ValueError: a filter that has none: its state is no distribution, or its model has no
+            density of a move.
     """
     if not isinstance(filter, Smoothable):
         raise ValueError(

@@ -32,7 +32,7 @@ class Durations(NamedTuple):
         """Return the seconds since the last step, at the time ``last``; None if not known.
 
         Raises:
-            DataError: negative ones, or ``dt`` for a filter that knows no time step.
+            DataError: negative ones, or ``dt`` for a filter without a time step.
         """
         if dt is not None and self.step is None:
             raise DataError(

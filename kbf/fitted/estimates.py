@@ -33,7 +33,7 @@ class Estimates(Shown):
             angle. Of a filter without covariances, such as ``lstm``, they are those of its held-out
             errors, the same in all rows; None where it has no calibration.
         alarms: ``T`` texts: out_of_distribution, innovation_outlier, diverged, or empty; None
-            where the filter has no monitor.
+            where the filter was not calibrated.
         state: of the filter after the last row; an argument of `FittedFilter.filter`.
         result: the estimates in the components that filters use.
     """
@@ -206,7 +206,7 @@ class Estimates(Shown):
         """Return a DataFrame, on the index of the DataFrame that was filtered, if it was one.
 
         For each column of the states NAME it has NAME, NAME_std, NAME_lower and NAME_upper (the
-        interval of ``level``); ``alarm`` where the filter has a monitor. Rows of files and arrays
+        interval of ``level``); ``alarm`` where the filter was calibrated. Rows of files and arrays
         have ``recording`` and ``time`` in addition, where there are several recordings or times.
         """
         import pandas as pd

@@ -122,7 +122,7 @@ def following(piece: Observations, end: End, settings: dict[str, Any]) -> tuple[
 
     Its first move has the control of the last row before, if controls act from their rows, and the
     duration since that row, if that is a control. There are 0 moves after a gap, at which the
-    filter starts from the prior. Times that begin anew are those of the next time step.
+    filter starts from the prior. Times that start over are those of the next time step.
     """
     step, timed = settings.get("time_step"), bool(settings.get("time_as_control"))
     u = None if piece.controls is None else piece.controls.clone()

@@ -11,7 +11,7 @@ from torch import Tensor
 from kbf.data.files.column_schema import ColumnSchema
 from kbf.data.files.layout import Observations
 from kbf.evaluation.score import score
-from kbf.filters.selection.auto import PLAIN
+from kbf.filters.selection.auto import BASELINES
 from kbf.fitted.checkpoint import Trained
 from kbf.fitted.estimates import Estimates
 from kbf.fitted.runs import as_recording
@@ -101,7 +101,7 @@ def baseline_nmse(
 ) -> dict[str, list[float]]:
     """Return ``nmse_NAME`` of each part of the state, by baselines fitted to the filter's memory.
 
-    The baselines are those of the model selection (`kbf.filters.selection.auto.PLAIN`). Filters
+    The baselines are those of the model selection (`kbf.filters.selection.auto.BASELINES`). Filters
     of images have none.
 
     Args:
@@ -133,7 +133,7 @@ def baseline_estimates(
     missing: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Return the estimates ``t d`` of each of `PLAIN`, all recordings concatenated.
+    """Return the estimates ``t d`` of each of `BASELINES`, all recordings concatenated.
 
     A baseline is missing where the memory has too few steps for it.
 
@@ -145,8 +145,8 @@ def baseline_estimates(
         dtype: as of `kbf.evaluation.score.score`.
     """
     found = {}
-    for name in (each for each in PLAIN if each not in without):
-        model: Any = PLAIN[name](seed)
+    for name in (each for each in BASELINES if each not in without):
+        model: Any = BASELINES[name](seed)
         model.allow_missing_sensors = missing
         with suppress(FitError):
             model.prepare(memory)

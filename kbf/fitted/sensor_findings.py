@@ -75,7 +75,7 @@ MAX_DISTANCE = 4.0
 # Least autocorrelation of errors that persist.
 MIN_PERSISTENCE = 0.1
 # Features of the precise maps.
-RANK = 200
+RANK_OF_MAPS = 200
 # Residuals that a property requires.
 MIN_RESIDUALS = 100
 
@@ -191,7 +191,7 @@ def precise_errors(u: Float[Tensor, "n e"], y: Float[Tensor, "n q"]) -> Float[Te
     errors = left_out(features_of(u), y)
     white = (u - u.mean(0)) / u.std(0).clamp_min(1e-9)
     kernel = select_kernel(white, y, precise=True)
-    map = fit_ridge_map(white, y, rank=RANK, flat=True, candidates=[kernel], **PRECISE)
+    map = fit_ridge_map(white, y, rank=RANK_OF_MAPS, flat=True, candidates=[kernel], **PRECISE)
     phi = map.features(white)
     left = 1 - ((phi @ map.factor) * phi).sum(-1)
     precise = (y - map.offset - phi @ map.coefficients) / left.clamp_min(1e-6)[:, None]

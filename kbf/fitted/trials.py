@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kbf.data.windows import take, whole_folds, without
-from kbf.filters.selection.auto import FOLDS, LEARNED, PLAIN
+from kbf.filters.selection.auto import BASELINES, FOLDS, LEARNED
 from kbf.filters.selection.cross_validation import (
     blocks_of,
     deviation,
@@ -31,7 +31,7 @@ from kbf.runtime.errors import FitError
 log: logging.Logger = logging.getLogger(__name__)
 
 # Models that trials can be made with, and those that are compared where none is named.
-MODELS: dict[str, Callable[[int], Any]] = {**PLAIN, **LEARNED}
+MODELS: dict[str, Callable[[int], Any]] = {**BASELINES, **LEARNED}
 QUICK = ("kalman", "kalman_velocity", "window_ridge")
 # Shares of the rows that the learning curve has.
 SHARES = (0.25, 0.5, 1.0)
@@ -39,7 +39,7 @@ SHARES = (0.25, 0.5, 1.0)
 MIN_ROWS = 100
 # Parts of equal size that the values of a state are cut into, rows that each must have, and the
 # ratio of its squared error to the mean from which it is a weak region.
-PARTS = 5
+PARTS_OF_STATES = 5
 MIN_ROWS_OF_PART = 20
 MIN_RATIO_OF_WEAK = 1.5
 # Share of the error by which twice the rows, or a sensor, must lower it to be worth having, and
@@ -195,13 +195,13 @@ def held_out(
 
 
 def weak_regions(trial: Trial) -> list[Weak]:
-    """Return the weakest of `PARTS` parts of each component, where its error is large."""
+    """Return the weakest of `PARTS_OF_STATES` parts of each component, where its error is large."""
     squares = trial.residuals.square()
     mean = squares.mean(0)
     error = (squares / mean.clamp_min(1e-300))[:, mean > 0].mean(1)
     found = []
     for column, z in enumerate(trial.states.mT):
-        cuts = z.quantile(torch.linspace(0, 1, PARTS + 1, dtype=z.dtype))
+        cuts = z.quantile(torch.linspace(0, 1, PARTS_OF_STATES + 1, dtype=z.dtype))
         parts = []
         for low, high in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             inside = (z >= low) & (z <= high)
@@ -262,12 +262,12 @@ def most_helpful(trials: Trials) -> str:
 
 
 def mean_squares(trial: Trial, column: int) -> Float[Tensor, "p 2"]:
-    """Return the middle of each of `PARTS` parts of a component, and the RMSE of it there."""
+    """Return the middle of each of `PARTS_OF_STATES` parts of a component, and its RMSE there."""
     z, left = trial.states[:, column], trial.residuals[:, column]
     order = z.argsort()
     rows = [
         torch.stack([z[part].mean(), left[part].square().mean().sqrt()])
-        for part in order.tensor_split(PARTS)
+        for part in order.tensor_split(PARTS_OF_STATES)
         if len(part)
     ]
     return torch.stack(rows)

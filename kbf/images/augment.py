@@ -1,6 +1,6 @@
 """Images that are changed at random before an encoder learns from them.
 
-Only what leaves the state alone is of use: moved or turned images show another position or heading.
+Transforms must not change the state: moved or turned images show another position or heading.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Augment(nn.Module):
 
         _target_: kbf.Augment
         transforms:
-          - {_target_: kbf.PixelNoise, sd: 0.1}
+          - {_target_: kbf.PixelNoise, std: 0.1}
           - {_target_: torchvision.transforms.v2.GaussianBlur, kernel_size: 3}
         encoder: {_target_: kbf.CNN, q: "${data.q}"}
     """

@@ -1,17 +1,16 @@
 """Encodings: state estimates of single images by cross-fitted encoders, for filters of vectors.
 
-A `Encoding` holds several encoders with linear heads, its *members*, each fitted
-(`kbf.training.encoder_stage`) to all recordings but one chunk. Filters learn from the codes of that
-chunk, which come from the member that has not seen it, and so learn how wrong codes of new images
-are; a new image is encoded by the mean over the members.
+An `Encoding` holds several encoders with linear heads, its *members*, each fitted
+(`kbf.training.encoder_stage`) to all recordings but one chunk. This chunk is encoded by the member
+that was not fitted to it, so that filters learn from encodings with the errors that encodings of
+new images have. A new image is encoded by the mean over the members.
 
-Members with ``components`` say more, a density ratio r(x, z) (`kbf.densities.ratio`): where the
-state may be, with which uncertainty, and whether the image is informative.
-Their heads are trained by -log r
-(`kbf.training.encoder_stage`), and a new image has the mean of their ratios. Filters that know such
-ratios take the whole row (``returns_ratio``), the others its mean.
+Members with ``components`` predict a density ratio r(x, z) (`kbf.densities.ratio`): where the state
+may be, with which uncertainty, and whether the image is informative. Their heads are trained by
+-log r (`kbf.training.encoder_stage`), and a new image has the mean of their ratios. Filters that
+take such ratios get the whole row (``returns_ratio``), other filters its mean.
 
-Of few images a kernel ridge regression on pixels (`kbf.images.pixel_ridge`) may have a smaller
+With few images a kernel ridge regression on pixels (`kbf.images.pixel_ridge`) may have a smaller
 held-out error than the encoders (`kbf.training.pixel_choice`); it is then used in their place.
 """
 
@@ -23,7 +22,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from kbf.densities.ratio import (
-    POINTS,
+    DENSITY_POINTS,
     RatioDensity,
     StateDensity,
     encoding_width,
@@ -49,7 +48,7 @@ class Encoding(nn.Module):
     Attributes:
         z_mean: ``d``, mean of the training states. z_scale: one standard deviation for all
             components. circle: states have norm 1.
-        components: Gaussians of a member's ratio, 0 for plain codes. points: ``500 d``, width:
+        components: Gaussians of a member's ratio, 0 for point estimates. points: ``500 d``, width:
             ``()``, of p(z), with components.
         returns_ratio: encodings are whole ratios ``m w`` (`kbf.densities.ratio.mixed`), not only
             their means.
@@ -84,7 +83,7 @@ class Encoding(nn.Module):
         self.register_buffer("z_scale", torch.ones(()))
         self.register_buffer("circle", torch.tensor(False))
         if components:
-            self.register_buffer("points", torch.zeros(POINTS, d))
+            self.register_buffer("points", torch.zeros(DENSITY_POINTS, d))
             self.register_buffer("width", torch.ones(()))
             # otherwise the first, uninformative images make all later ones uninformative
             for head in self.heads:
@@ -105,36 +104,38 @@ class Encoding(nn.Module):
 
     @property
     def manifold(self) -> Manifold:
-        """Where codes live."""
+        """The space of the encodings."""
         return CIRCLE if bool(self.circle) else FLAT
 
-    def answer(self, k: int, x: Shaped[Tensor, "m *x"]) -> Tensor:
+    def output(self, k: int, x: Shaped[Tensor, "m *x"]) -> Tensor:
         """Returns the output of member k, in its own units."""
         return self.heads[k](self.encoders[k](as_float(x, self.z_mean.dtype)))
 
     def member(self, k: int, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
-        """The code of member k alone, as it was regressed; of a ratio the mean."""
-        said = self.answer(k, x)
+        """The encoding by member k alone, without projection; the mean of a ratio."""
+        output = self.output(k, x)
         return (
-            self.row(said)[:, : len(self.z_mean)]
+            self.row(output)[:, : len(self.z_mean)]
             if self.components
-            else self.z_mean + self.z_scale * said
+            else self.z_mean + self.z_scale * output
         )
 
-    def row(self, said: Float[Tensor, "m k"]) -> Float[Tensor, "m w"]:
+    def row(self, output: Float[Tensor, "m k"]) -> Float[Tensor, "m w"]:
         """Returns the ratio of a member in the units of the states, E[z | x] first.
 
         E[z | x] = pi_0 E[z] + sum_j pi_j m_j.
         """
         d, J = len(self.z_mean), self.components
-        log_shares = said[:, : J + 1].log_softmax(-1)
-        centres, entries = said[:, J + 1 :].unflatten(-1, (J, -1)).split([d, d * (d + 1) // 2], -1)
+        log_shares = output[:, : J + 1].log_softmax(-1)
+        centres, entries = (
+            output[:, J + 1 :].unflatten(-1, (J, -1)).split([d, d * (d + 1) // 2], -1)
+        )
         centres = self.z_mean + self.z_scale * centres
-        rows, columns = torch.tril_indices(d, d, device=said.device)
+        rows, columns = torch.tril_indices(d, d, device=output.device)
         roots = torch.where(
             rows == columns, entries.clamp(*LOG_ROOTS) - self.z_scale.log(), entries / self.z_scale
         )
-        means = torch.cat([self.z_mean.expand(len(said), 1, d), centres], 1)
+        means = torch.cat([self.z_mean.expand(len(output), 1, d), centres], 1)
         mean = (log_shares.exp()[..., None] * means).sum(1)
         return torch.cat([mean, log_shares, torch.cat([centres, roots], -1).flatten(1)], -1)
 
@@ -144,10 +145,10 @@ class Encoding(nn.Module):
         return RatioDensity(StateDensity(self.points, self.width))
 
     def forward(self, x: Shaped[Tensor, "m *x"]) -> Float[Tensor, "m d"]:
-        """The code of new images."""
+        """The encodings of new images."""
         if self.returns_ratio:
             return mixed(
-                [self.row(self.answer(k, x)) for k in range(len(self.encoders))], len(self.z_mean)
+                [self.row(self.output(k, x)) for k in range(len(self.encoders))], len(self.z_mean)
             )
         if self.pixels.fitted:
             mean = self.pixels(x).to(self.z_mean)
@@ -165,7 +166,7 @@ class Encoding(nn.Module):
     ) -> Recording:
         """Returns the recording with encodings as observations; member ``held[t]`` encodes step t.
 
-        Of members with components the codes are whole ratios ``T w``, else ``T d``.
+        Encodings by members with components are whole ratios ``T w``, else ``T d``.
         """
         self.eval()
         d, members = len(self.z_mean), len(self.encoders)
@@ -177,7 +178,7 @@ class Encoding(nn.Module):
                 images = recording.obs[rows]
                 if self.components:
                     encodings[rows] = mixed(
-                        [self.row(self.answer(k, images))] * members, d, alone=k
+                        [self.row(self.output(k, images))] * members, d, alone=k
                     )
                 else:
                     encodings[rows] = self.manifold.project(self.member(k, images))
@@ -185,13 +186,13 @@ class Encoding(nn.Module):
 
 
 class EncodedFilter(FilterWrapper):
-    """A filter of codes as a filter of images: each observation is encoded first."""
+    """A filter of encodings as a filter of images: each observation is encoded first."""
 
     def __init__(self, code: nn.Module, inner: Filter[Any], dtype: torch.dtype) -> None:
-        """``inner`` takes codes of type ``dtype``."""
+        """``code`` encodes images; ``inner`` takes encodings of type ``dtype``."""
         super().__init__(inner)
         self.code, self.dtype = code, dtype
 
     def observed(self, obs: Shaped[Tensor, "b *x"]) -> Tensor:
-        """The codes."""
+        """The encodings."""
         return self.code(obs).to(self.dtype)

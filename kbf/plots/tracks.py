@@ -1,4 +1,4 @@
-"""Tracks of states over time, and the look that all pictures share."""
+"""Tracks of states over time, and the style of all figures."""
 
 import math
 import os
@@ -18,7 +18,10 @@ from kbf.plots.inline_figure import InlineFigure
 from kbf.recording import Recording
 from kbf.runtime.atomic_files import replacing
 
-TRUTH, ESTIMATE, SEEN, GREY = "#1b1b1b", "#d1495b", "#7aa6c2", "#8a8a8a"
+TRUTH = "#1b1b1b"
+ESTIMATE = "#d1495b"
+SEEN = "#7aa6c2"
+GREY = "#8a8a8a"
 PALETTE = [
     "#d1495b",
     "#00798c",

@@ -81,13 +81,13 @@ def layout(fitted: FittedFilter, sessions: list[Session], chosen: Session) -> An
         state_figure(source, name, units.get(name), spread=bool(chosen.spread))
         for name in columns["states"][:MAX_STATES]
     ]
-    beside = []
+    right = []
     if len(columns["states"]) > 1:
-        beside.append(plane_figure(source, columns["states"][:2], units))
+        right.append(plane_figure(source, columns["states"][:2], units))
     if columns["observations"]:
-        beside.append(sensor_figure(source, columns["observations"][:MAX_SENSORS]))
+        right.append(sensor_figure(source, columns["observations"][:MAX_SENSORS]))
     else:
-        beside.append(image_view(chosen))
+        right.append(image_view(chosen))
     caption = models.Div(
         text="Lines are estimates, bands intervals of 95 %. "
         f"<span style='color:{REJECTED}'>Crosses</span> are rejected observations "
@@ -96,7 +96,7 @@ def layout(fitted: FittedFilter, sessions: list[Session], chosen: Session) -> An
     )
     figures = layouts.row(
         layouts.column(*states, sizing_mode="stretch_width"),
-        layouts.column(*beside, sizing_mode="stretch_width"),
+        layouts.column(*right, sizing_mode="stretch_width"),
         sizing_mode="stretch_width",
     )
     return layouts.column(menu, caption, figures, sizing_mode="stretch_width")

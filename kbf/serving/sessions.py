@@ -1,7 +1,8 @@
 """Sessions of ``kbf serve``: running filters by their ids, with a limit and an expiry.
 
-A session is an `OnlineFilter` and the last steps that the page at ``/`` shows. Nothing here knows
-HTTP: a request is a dictionary of JSON, and what cannot be used raises `Refused`.
+A session is an `OnlineFilter` and the last steps that the page at ``/`` shows. This file does
+not depend on HTTP: a request is a dictionary of JSON, and input that cannot be used raises
+`Refused`.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from kbf.runtime.errors import nearest
 from kbf.serving.values import Refused, check_numbers, finite, image_of, one_line, png_of
 
 # Level of the intervals in responses and on the page.
-LEVEL = 0.95
+INTERVAL_LEVEL = 0.95
 # Steps of a session that the page shows.
 MAX_HISTORY = 300
 # Moves of one step, at most: a duration of more time steps would take long, and is a mistake.
@@ -165,7 +166,7 @@ class Session:
         """Keep the step for the page, and return its response."""
         self.steps += 1
         values, std = list(estimate.values()), estimate.std
-        ends = estimate.interval(LEVEL) if std else {}
+        ends = estimate.interval(INTERVAL_LEVEL) if std else {}
         lower, upper = ([end[k] for end in ends.values()] for k in (0, 1))
         readings: list[float] = []
         if self.sensors:

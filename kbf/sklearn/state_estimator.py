@@ -23,7 +23,8 @@ from kbf.runtime.errors import DataWarning
 from kbf.sklearn.settings import Array
 
 # Names of the columns that `kbf.fit` receives, apart from those of X and y.
-RECORDING, TIME = "recording", "time"
+RECORDING = "recording"
+TIME = "time"
 
 
 class StateEstimator(RegressorMixin, BaseEstimator):

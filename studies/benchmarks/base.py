@@ -3,7 +3,7 @@
 A file ``NAME.py`` holds one benchmark as
 
 - ``SIZES``: settings by name, "full" and "smoke" (a few seconds, for the tests);
-- ``run(settings, tell) -> list[Row]``: the measurements; ``tell(text)`` says what is being
+- ``run(settings, tell) -> list[Row]``: the measurements; ``tell(text)`` prints what is being
 measured;
 - ``claims(rows) -> list[Claim]``: what was to be reached, and what was;
 - ``draw(rows) -> Figure``: the picture.

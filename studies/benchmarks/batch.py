@@ -46,7 +46,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 ROLLOUT, WRITTEN, COMPILED, SINGLE = "rollout", "as written", "compiled", "one by one"
 PRODUCT_SIZE = 1024
-"""Rows and columns of the product that tells the machine's rate."""
+"""Rows and columns of the product that measures the machine's rate."""
 
 
 @torch.no_grad()

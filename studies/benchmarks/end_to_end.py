@@ -136,7 +136,7 @@ def train_step(net: FeatureKBF, memory: Recording, windows: Recording) -> tuple[
 
 
 def held(net: FeatureKBF, memory: Recording, windows: Recording) -> int:
-    """Bytes of memory that a training step takes, as the top of this file says."""
+    """Bytes of memory that a training step takes, as described at the top of this file."""
     if memory.obs.device.type == "cuda":
         synchronise()
         before = torch.cuda.memory_allocated()

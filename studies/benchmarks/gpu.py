@@ -108,11 +108,12 @@ class Finding(NamedTuple):
 def attempt(part: str, what: str, work: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """The findings of a piece of work.
 
-    Of one that fails, or needs what is not installed, those so far, and one that says so.
+    If it fails, or requires a package that is not installed, the findings so far, and one with the
+    reason.
     """
     try:
         yield from work()
-    except Exception as error:  # whatever it is: the table says it, and the next piece is tried
+    except Exception as error:  # of any kind: it is reported, and the next piece is run
         words = " ".join(str(error).split())[:200]
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "kbf":
             yield Finding(
@@ -481,7 +482,9 @@ def memory(size: dict[str, Any], device: str) -> Iterator[Finding]:
         )
         yield Finding("memory", what, "the filter, MiB", held / 2**20)
         if not on_card:
-            yield Finding("memory", what, "peak of conditioning, MiB", note="only a card tells it")
+            yield Finding(
+                "memory", what, "peak of conditioning, MiB", note="measured on a GPU only"
+            )
             return
         yield Finding(
             "memory", what, "peak of conditioning, MiB", torch.cuda.max_memory_allocated() / 2**20
@@ -754,7 +757,7 @@ def main(words: list[str] | None = None) -> int:
         left = end - time.perf_counter()
         if left < 5:
             findings.append(
-                Finding(part, "all of it", "not begun", None, False, "no time was left")
+                Finding(part, "all of it", "not started", None, False, "no time was left")
             )
         else:
             print(f"{part} ...", flush=True)

@@ -3,9 +3,9 @@
 Each side's numbers are compared with ours before anything is timed. What differs is the price:
 filterpy is numpy, one sequence and one step at a time; dynamax compiles the whole recursion (and
 jax has threads of its own); torch-kf filters a batch; gpytorch builds a Gaussian process.
-`studies.benchmarks.peers_filters` and `studies.benchmarks.peers_regression` say what is asked of
-each. A library that is not installed has a row that says so; ``pip install "kbf[bench]"`` installs
-them all.
+`studies.benchmarks.peers_filters` and `studies.benchmarks.peers_regression` describe the
+calls. A library that is not installed has a row with this note; ``pip install "kbf[bench]"``
+installs them all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kalman, extended and unscented Kalman filters of `kbf` and of other libraries, in float64.
 
 Each side gives the filtered means of all steps, of a model in the arithmetic that suits it (numpy,
-jax, torch). filterpy and ours are told the Jacobian (`kbf.ssm.Differentiated`), dynamax
+jax, torch). filterpy and kbf get the Jacobian (`kbf.ssm.Differentiated`), dynamax
 differentiates as it compiles.
 """
 

@@ -8,7 +8,7 @@ norm for a penalty, as the filters need it: another estimator, for comparison.
 
 A Gaussian process's posterior mean with the noise n reg is the conditional mean
 `kbf.rkhs.conditional_means.kernel_ridge.exact`, and that of its sparse form (SGPR) the ridge on
-Nyström features of the same landmarks. gpytorch is told to factorise; left alone it takes conjugate
+Nyström features of the same landmarks. gpytorch is set to factorise; by default it takes conjugate
 gradients where there are more than 800 points, to a tolerance, in a second row.
 """
 

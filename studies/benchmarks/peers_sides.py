@@ -100,7 +100,7 @@ def by_numpy(
 
 
 def numbers(library: Callable[[str], Any]) -> Callable[[Tensor], Any]:
-    """Tensor -> jax array, in float64, which jax must be told to keep."""
+    """Tensor -> jax array, in float64, which jax requires as a setting."""
     library("jax").config.update("jax_enable_x64", True)
     return lambda tensor: library("jax.numpy").asarray(tensor.numpy())
 

@@ -204,11 +204,11 @@ def claims(rows: list[Row]) -> list[Claim]:
     found = []
     for row in rows[:-2]:
         ours = row["kbf serve, requests a second"]
-        beside = row["empty endpoint, requests a second"]
+        empty = row["empty endpoint, requests a second"]
         found.append(
             Claim(
                 f"{row['clients']} clients: a third of the empty endpoint's requests, no error",
-                f"{ours:.0f} of {beside:.0f} a second, {row['ratio']:.2f}; {row['errors']} errors",
+                f"{ours:.0f} of {empty:.0f} a second, {row['ratio']:.2f}; {row['errors']} errors",
                 row["ratio"] >= SHARE and row["errors"] == 0,
             )
         )

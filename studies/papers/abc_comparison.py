@@ -65,22 +65,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 ACCEPTED = (30, 100, 300, 1000)
 RANK, TOLERANCE = 600, 0.01
 NOTES = """\
-The paper's text names neither the dimensions nor the sizes of this figure, nor how ABC uses its
-simulations; it has 10 runs, here 30, as the errors at 10 queries differ much between runs. Time is
-CPU time of one thread from the first draw to the estimates at all queries; kernel rules and ABC
-draw alike, many at once, and ABC uses each simulation for all queries, which the paper's loop for
-a single y does not. As tolerance ABC has, at each query, the distance of the 30th, 100th, 300th or
-1000th nearest simulation, and the verdicts compare with the best of these at each time, which only
-the truth can tell. This is much to ABC's favour: a simulation of this model costs well under a
-microsecond, where ABC's own use is for simulators that are slow; hence we ask about the same
-number of simulations, too. ABC's errors between its sizes are interpolated in logarithms.
-Incomplete Cholesky factors stop when 1 % of the trace is left (smaller tolerances change the
-errors little and cost more); bandwidths are medians over 500 points. epsilon, delta and COND's
-ridge are the paper's, with delta = 2 epsilon for the operators (n^2 delta where the density ratio
-has mean 1), and as figure 1 of the paper prints the rule, with weights of mean 1 and delta
-unscaled. The IW rule (ours) has KBR's epsilon and lambda = sqrt(delta), the eigenvalue below which
-delta damps. As the training states are drawn from the prior, the ratio is about 1, and COND, KBR
-and the IW rule differ in their ridges above all. Errors are mean squares over queries and
+The paper names neither the dimensions nor the sizes of this figure, nor how ABC uses its
+simulations. It has 10 runs, here 30, since the errors at 10 queries differ much between runs. Time
+is CPU time of one thread from the first draw to the estimates at all queries. Kernel rules and ABC
+draw in the same way, many points at once, and ABC uses each simulation for all queries, unlike the
+paper's loop for a single y. The tolerance of ABC is, at each query, the distance of the 30th,
+100th, 300th or 1000th nearest simulation. The verdicts compare with the best of these at each time,
+which requires the truth, in favour of ABC. The model is in its favour, too: a simulation takes less
+than a microsecond, while ABC is intended for slow simulators. Methods are therefore also compared
+at equal numbers of simulations. Errors of ABC between its sizes are interpolated in logarithms.
+Incomplete Cholesky factors stop when 1 % of the trace is left (smaller tolerances change the errors
+little and cost more); bandwidths are medians over 500 points. epsilon, delta and the ridge of COND
+are those of the paper, with delta = 2 epsilon for the operators (n^2 delta where the density ratio
+has mean 1), and as in figure 1 of the paper, with weights of mean 1 and delta without the factor.
+The IW rule (our addition) has the epsilon of KBR and lambda = sqrt(delta), the eigenvalue below
+which delta damps. Training states are drawn from the prior, so that the ratio is about 1, and COND,
+KBR and the IW rule differ mainly in their ridges. Errors are mean squares over queries and
 components.
 """
 

@@ -74,22 +74,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 NOTES = """\
 The paper does not say how the camera moves, and its film is not public. Here the camera stands in
-the middle of a room of our ray caster and turns along geodesics, at most 0.2 radians a frame, from
-one random rotation to the next; these lie within 80 degrees of its resting position, about any axis
-(over all of SO(3) 1,800 frames are too few for every method). Each run has a path and noise of its
-own; the first half of the frames is the training part. The error is the mean over time of the
-Frobenius norm, as the text of the paper says; its square (the caption's "MSE") is in the rows. KBR
-(Gauss) and Kalman (9 dim.) estimate any matrix, by the pre-image and the mean; the others a
-rotation. Every method has two numbers (full: twelve candidates), chosen by its own error when one
-half of the training part makes the filter and the next frames (full: 300) are filtered. KBR: beta
-and epsilon, delta = 2 epsilon in the scaling of the paper's equations 18 and 19; IW: beta and
-epsilon, which is its three ridges (in fukumizu_filtering lambda = sqrt(2 epsilon) was better). Gram
-matrices of images are replaced by incomplete Cholesky factors (full: rank 300). The Kalman filters
-are linear models fitted by least squares to the leading principal components of the images; their
-number, and a factor of the fitted observation noise, are chosen. IW, IW(NN), the regression of each
-frame by itself, and the Kalman estimate brought to SO(3) are our additions. IW(NN): a convolutional
-net, ridge loss with the trace kernel of the states (no random features are needed), AdamW on
-batches of 128; its number of steps and the ridge are chosen. "Significant" is p < 0.05 (Wilcoxon).
+the middle of a room of our ray caster and turns along geodesics, at most 0.2 radians per frame,
+from one random rotation to the next. Rotations are within 80 degrees of the initial one, about any
+axis (over all of SO(3), 1,800 frames are too few for every method). Each run has its own path and
+noise; the first half of the frames is the training part. The error is the mean over time of the
+Frobenius norm, as in the text of the paper; its square (the "MSE" of the caption) is in the rows.
+KBR (Gauss) and Kalman (9 dim.) estimate any matrix, by the pre-image and the mean, the other
+methods a rotation. Every method has two parameters (full: twelve candidates), selected by its own
+error: one half of the training part is the memory, and the next frames (full: 300) are filtered.
+KBR: beta and epsilon, delta = 2 epsilon in the scaling of equations 18 and 19 of the paper. IW:
+beta and epsilon, which is used for its three ridges (in fukumizu_filtering lambda = sqrt(2 epsilon)
+was better). Gram matrices of images are replaced by incomplete Cholesky factors (full: rank 300).
+The Kalman filters are linear models fitted by least squares to the leading principal components of
+the images; their number and a factor of the fitted observation noise are selected. IW, IW(NN), the
+regression of single frames and the Kalman estimate projected to SO(3) are our additions. IW(NN) is
+a convolutional network with ridge loss and the trace kernel of the states (without random
+features), trained by AdamW on batches of 128; its number of steps and the ridge are selected.
+"Significant" is p < 0.05 (Wilcoxon).
 """
 
 
@@ -214,28 +215,31 @@ def judge(rows: list[Row]) -> list[Verdict]:
             significantly=True,
         ),
         compare(
-            "KBR errs less with the trace kernel on SO(3) than with the Gaussian one",
+            "KBR has a smaller error with the trace kernel on SO(3) than with the Gaussian kernel",
             [KBR_TRACE],
             [KBR],
         ),
         compare(
-            "the Kalman filter errs less on quaternions than on nine entries",
+            "the Kalman filter has a smaller error on quaternions than on nine entries",
             [QUATERNION],
             [KALMAN],
         ),
         compare(
-            "KBR errs less than Kalman brought to SO(3), too",
+            "KBR has a smaller error than the Kalman estimate projected to SO(3), too",
             [KBR, KBR_TRACE],
             [PROJECTED],
             asked=True,
         ),
-        compare("IW errs less than KBR (Gauss)", [IW], [KBR], asked=True),
-        compare("IW errs less than KBR (Tr)", [IW_TRACE], [KBR_TRACE], asked=True),
+        compare("IW has a smaller error than KBR (Gauss)", [IW], [KBR], asked=True),
+        compare("IW has a smaller error than KBR (Tr)", [IW_TRACE], [KBR_TRACE], asked=True),
         compare(
-            "IW errs less with learned features than with pixels", [NEURAL], [IW_TRACE], asked=True
+            "IW has a smaller error with learned features than with pixels",
+            [NEURAL],
+            [IW_TRACE],
+            asked=True,
         ),
         compare(
-            "the filters err less than a regression of each frame by itself",
+            "the filters have smaller errors than the regression of single frames",
             [KBR_TRACE, IW_TRACE],
             [FRAME],
             asked=True,

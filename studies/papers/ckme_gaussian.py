@@ -72,22 +72,22 @@ PRESETS["smoke"] = PRESETS["full"] | {
 LARGEST_EXACT = 10_000
 """The most points of CKME."""
 NOTES = """\
-The draft is unfinished: it has captions, but neither pictures nor a text on results; the questions
-are what its sections 1 and 3 hope of the local form. It gives no n, d, m, grids or sigma_y for
-figures 1-7; here d_y = 2, sigma_y = 1 (a variance, as all its sigmas), m = n^(2/3) (its k in
-section 5.4) for every cheap form, sizes and grids as in the presets. The ridge is epsilon over
-k(x, x): weights depend on this alone, and one grid then serves all sigma and d. Bandwidth and
-ridge are chosen for each method from one grid, by 5-fold cross-validation of the RKHS distance, 40
-points of each fold (figures 4-7); figures 2 and 3 show the best over the other parameter. 30
-trials as in the draft, each of 20 queries in place of one; RMSE is the expectation
+The draft is unfinished: it has captions, but no figures and no text on results. The questions are
+derived from the aims of its sections 1 and 3. It gives no n, d, m, grids or sigma_y for figures
+1-7. Here d_y = 2, sigma_y = 1 (a variance, as all its sigmas), m = n^(2/3) (k in its section 5.4)
+for every low-cost form; sizes and grids are those of the presets. The ridge is epsilon over k(x,
+x): the weights depend on this ratio only, and one grid serves all sigma and d. Bandwidth and ridge
+are selected for each method from one grid by 5-fold cross-validation of the RKHS distance, with 40
+points of each fold (figures 4-7); figures 2 and 3 show the best value over the other parameter.
+There are 30 trials as in the draft, each with 20 queries instead of one. RMSE is the expectation
 over the true sample y, trace(cov) + ||estimate - mean||^2. RFF has n epsilon where the draft has m
-epsilon. Times (of the processor) are of one fit and these queries at given sigma and epsilon.
-Figure 8: sigma = 1, epsilon = 0.001 / sqrt(n) for densities as kernels as in the draft, m = 300,
-10 runs as in the draft, 100 queries, every second or third of its n; its largest n of CKME is
-30,000, here 10,000 (30,000 need 7 GB for each copy of the matrix). It does not say which error it
-shows: here that of the conditional mean. Figure 1, the surface over sigma and epsilon, is in
-results.csv (kind grid), not in the picture. ICF, RFF, divide and conquer and leverage scores,
-which the draft's figures do not have, are computed as well.
+epsilon. Times are CPU times of one fit and these queries at given sigma and epsilon. Figure 8:
+sigma = 1, epsilon = 0.001 / sqrt(n) for densities as kernels as in the draft, m = 300, 10 runs as
+in the draft, 100 queries, every second or third of its n. Its largest n of CKME is 30,000, here
+10,000 (30,000 require 7 GB for each copy of the matrix). The draft does not say which error it
+shows: here it is that of the conditional mean. Figure 1, the surface over sigma and epsilon, is in
+results.csv (kind grid), not in the figure. ICF, RFF, divide and conquer and leverage scores are our
+additions.
 """
 
 
@@ -182,7 +182,9 @@ def judge(rows: list[Row]) -> list[Verdict]:
         for r in (full, same, local)
     )
     better = local["mean"] < full["mean"] and local["seconds"] < full["seconds"]
-    finding = "LCKME goes on to n where CKME is out of reach, with a smaller error in less time"
+    finding = (
+        "LCKME is computed for n that are too large for CKME, with a smaller error in less time"
+    )
     return [*cme_study.judge(rows), Verdict(finding, ours, better, asked=True)]
 
 

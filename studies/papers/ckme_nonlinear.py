@@ -54,16 +54,15 @@ PRESETS["smoke"] = PRESETS["full"] | {
     **{"time_n": 40, "m": [5]},
 }
 NOTES = """\
-The draft is unfinished: it has captions, but neither pictures nor a text on results; the questions
-are what its sections 1 and 3 hope of the local form. It gives no c, sigma, V, n, m or grids; here
-c = 10, sigma = 0.1 d_x, so that the bumps overlap in every dimension, and y is brought to units in
-which f has variance 1 (over uniform x) and the noise V = 0.1; d_y = 1, as its gamma are numbers.
-sigma_y = 0.1 (a variance, as all its sigmas). All else, choices and errors, is as in
-ckme_gaussian: m = n^(2/3) for every cheap form; the ridge is epsilon over k(x, x); bandwidth and
-ridge are chosen for each method from one grid by 5-fold cross-validation of the RKHS distance; 30
-trials of 20 queries; RMSE is the expectation over the true sample y; figure 9, the surface, is in
-results.csv (kind grid). ICF, RFF, divide and conquer and leverage scores, which the draft's
-figures do not have, are computed as well.
+The draft is unfinished: it has captions, but no figures and no text on results. The questions are
+derived from the aims of its sections 1 and 3. It gives no c, sigma, V, n, m or grids. Here c = 10,
+sigma = 0.1 d_x, so that the bumps overlap in every dimension, and y is scaled such that f has
+variance 1 (over uniform x) and the noise V = 0.1; d_y = 1, since its gamma are numbers. sigma_y =
+0.1 (a variance, as all its sigmas). The other settings are those of ckme_gaussian: m = n^(2/3) for
+every low-cost form; the ridge is epsilon over k(x, x); bandwidth and ridge are selected for each
+method from one grid by 5-fold cross-validation of the RKHS distance; 30 trials of 20 queries; RMSE
+is the expectation over the true sample y; figure 9, the surface, is in results.csv (kind grid).
+ICF, RFF, divide and conquer and leverage scores are our additions.
 """
 BUMPS, NOISE = 10, 0.1
 

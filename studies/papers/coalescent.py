@@ -80,18 +80,18 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 ERRORS = {"mse_mean": "mean", "mse_mode": "mode"}
 NOTES = """\
-The draft reports no result: the questions are ours. The data are simulated anew by msprime in
-place of the R package's file, by its description: 50 haplotypes, infinite sites, a uniform noise
-as the second statistic; the prior, which it does not print, is that of the papers it comes from:
-theta uniform on [2, 10], rho on [0, 10]. The simulations are kept in the user's cache and are the
-same for all methods and runs; a run has its own 100 observations, and draws of the forms that
-draw. Statistics are divided by their standard deviation. Bandwidth (a factor times the median
-distance) and ridge are chosen for each method and size, and then the size of each method, by the
-squared error of the mean at 300 simulations that are taken out for it. CKME of all 100,000 needs
-80 GB; here it has the first 5,000. Errors are squared and summed over theta and rho, that of the
-mean before that of the mode. "More accurate" is p < 0.05 (Wilcoxon over the runs) for both. Times
-(of the processor) are of one fit and 100 queries at given settings. The mode is looked for on a
-grid of the prior's box with steps of 0.2, with a bandwidth of 1.
+The draft reports no result: the questions are asked here. The data are simulated by msprime instead
+of taken from the R package's file, according to its description: 50 haplotypes, infinite sites,
+uniform noise as the second statistic. The draft does not print the prior; it is that of the papers
+it refers to: theta uniform on [2, 10], rho on [0, 10]. The simulations are kept in the user's cache
+and are the same for all methods and runs; each run has its own 100 observations and its own random
+numbers. Statistics are divided by their standard deviation. Bandwidth (a factor times the median
+distance) and ridge are selected for each method and size, then the size of each method, by the
+squared error of the mean at 300 simulations that are held out. CKME of all 100,000 simulations
+requires 80 GB; here it has the first 5,000. Errors are squared and summed over theta and rho; the
+error of the mean is given before that of the mode. "More accurate" is p < 0.05 (Wilcoxon over the
+runs) for both. Times are CPU times of one fit and 100 queries at given settings. The mode is
+searched for on a grid of the prior's support with steps of 0.2, with a bandwidth of 1.
 """
 
 

@@ -50,7 +50,7 @@ def sample(
 def statistics(alleles: np.ndarray, places: np.ndarray, noise: float) -> list[float]:
     """C1-C7 of the draft's section 5.3.
 
-    Segregating sites; ``noise``, which says nothing; mean number of differences between two
+    Segregating sites; ``noise``, which is uninformative; mean number of differences between two
     haplotypes; mean R^2 of pairs of sites less than a tenth of the region apart (0 if there is
     none); distinct haplotypes; share of the most common; haplotypes seen once.
     """

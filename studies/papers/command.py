@@ -127,7 +127,7 @@ def read_settings(name: str, config: dict[str, Any]) -> tuple[Experiment, dict[s
 def work(piece: Piece) -> dict[str, Any]:
     """One piece, in a worker process.
 
-    What is written meanwhile for a while only lies beside its target, not in TMPDIR.
+    Temporary files are written next to their target, not to TMPDIR.
     """
     began, usual = time.perf_counter(), tempfile.tempdir
     with scratch(piece.path.parent) as folder:

@@ -44,16 +44,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"runs": 2, "n": 30, "decades": 2, "ridges": [1e-3], "folds": 3, "queries": 20},
 }
 NOTES = """\
-The draft gives the data, the range of sigma, sigma_y = 1 while sigma_x is looked for and m =
-n^(2/3), and no more: no folds, no score, no ridge, and no result: the questions are ours. Sigmas
-are variances, as in its section 5.1, by whole decades. Here sigma_x and the ridge (epsilon over
-k(x, x)) are chosen together, for each of the four forms of the draft's other figures, by the
-cross-validated RKHS distance ||k(., y) - m(x)||^2 with sigma_y = 1; then sigma_y, at these, by the
-cross-validated squared error of the mode, because RKHS distances of different sigma_y cannot be
-compared. The score that is shown for sigma_x is the lowest over the ridges. Ten folds. The error
-is that of the mode and of the mean at 200 new inputs, against 10 sin(4 x). Beyond the variance of
-y the kernel is flat over the data and the mode is the mean, whatever sigma_y is: this is why
-scores are compared, not sigmas.
+The draft gives the data, the range of sigma, sigma_y = 1 while sigma_x is selected, and m =
+n^(2/3), but no folds, no score, no ridge and no result: the questions are asked here. Sigmas are
+variances, as in its section 5.1, by whole decades. Here sigma_x and the ridge (epsilon over k(x,
+x)) are selected together, for each of the four forms of the draft's other figures, by the
+cross-validated RKHS distance ||k(., y) - m(x)||^2 with sigma_y = 1; then sigma_y, at these values,
+by the cross-validated squared error of the mode, since RKHS distances of different sigma_y cannot
+be compared. The score shown for sigma_x is the smallest over the ridges. There are ten folds. The
+error is that of the mode and of the mean at 200 new inputs, compared with 10 sin(4 x). Beyond the
+variance of y the kernel is flat over the data and the mode equals the mean for all sigma_y:
+therefore scores are compared, not sigmas.
 """
 
 
@@ -148,7 +148,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         ]
         middle = ", ".join(f"{method} {median(values):.0e}" for method, values in chosen.items())
         finding = (
-            f"the {name} that cross-validation chooses for CKME serves LCKME too (its score "
+            f"the {name} that cross-validation chooses for CKME suits LCKME, too (its score "
             "within 5 % of its lowest on average)"
         )
         ours = (

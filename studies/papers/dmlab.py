@@ -1,4 +1,4 @@
-"""The heading of somebody who turns in a maze, from first-person views (Xu et al., figure 5)."""
+"""The heading of an agent that turns in a maze, from first-person views (Xu et al., figure 5)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
     return [
         Verdict(
             "IW does better than the original rule at all lengths",
-            f"lower at {images.told(rule)}. Images: {rows[0]['images']}",
+            f"lower at {images.summary(rule)}. Images: {rows[0]['images']}",
             all(c.won for c in rule),
         ),
         Verdict(

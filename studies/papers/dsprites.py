@@ -46,7 +46,9 @@ def judge(rows: list[Row]) -> list[Verdict]:
         for contest in images.contests(rows, method, LSTM)
     ]
     rules = {method: images.contests(rows, method, ORIGINAL) for method in (WEIGHTED, NEURAL)}
-    better = ". ".join(f"{method}: lower at {images.told(held)}" for method, held in rules.items())
+    better = ". ".join(
+        f"{method}: lower at {images.summary(held)}" for method, held in rules.items()
+    )
     strong = images.ranking(rows, ADDED)
     return [
         Verdict(

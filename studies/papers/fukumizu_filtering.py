@@ -74,29 +74,30 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 NOTES = """\
-beta and epsilon are chosen for each sequence from its training part: one half makes the filter, the
-other half is filtered. The paper does not name its grid; ours is in the settings. As in the paper
-delta = 2 epsilon for KBR, in the scaling of its equation 18 (in this library's delta = 2 epsilon
-T^2); IW takes epsilon for ratio and transition and lambda = sqrt(2 epsilon), because lambda stands
-beside C_XX and delta beside its square; so both rules have two numbers to tune. (Three such
-relations were tried for each rule on other draws, runs 50 to 54. At T = 200 the paper's erred least
-for KBR, against delta ten times smaller and larger, and this one for IW, against lambda = epsilon
-and 10 epsilon; with lambda = epsilon IW is behind KBR.) The point estimate is the pre-image, which
-section 4.1 of the paper announces for all its point estimates; "mean" is the mean of the normalised
-weights, tuned separately. KBR's weights are not normalised inside the filter (equations 18, 19),
-IW's are. Gram matrices are replaced by features of rank 64 (section 4.2 of the paper recommends
-incomplete Cholesky; with rank 120 no error on one sequence of T = 1000 differed by more than 2.5
-%). The paper does not say how long its test sequences are: here the 200 steps that follow the
-training part. All filters start from the distribution of the training states. The paper does not
-say which scaled UKF it used: "UKF" has alpha 1 (Julier and Uhlmann 1997), the other one the usual
-alpha 0.001, beta 2. "Optimal" is a particle filter with 20,000 particles that knows the model.
-Errors are the mean over time of the squared distance, summed over the two components. Section 5.3
-prints theta_{t+1} = theta_t + eta and puts the noise on the state only, without a word on whether
-theta_t is the angle of the state; the authors' later code (Xu et al.) takes the angle of the noisy
-state. "Free angle" is the paper as printed: the angle starts at random and has no noise. There EKF
-and UKF have the same model as elsewhere, in which the angle is that of the state (u, v), the hidden
-state that the paper names; "optimal" is Bayes' rule over a grid of starting angles, which knows
-that the angle has no noise.
+beta and epsilon are selected for each recording on its training part: one half is the memory of the
+filter, the other half is filtered. The paper does not name its grid; ours is in the settings. As in
+the paper delta = 2 epsilon for KBR, in the scaling of its equation 18 (in this library's, delta = 2
+epsilon T^2). IW has epsilon as the ridge of ratio and transition and lambda = sqrt(2 epsilon),
+since lambda is added to C_XX and delta to its square; both rules thus have two parameters. (Three
+such relations were compared for each rule on other draws, runs 50 to 54. At T = 200 that of the
+paper had the smallest error of KBR, compared with delta ten times smaller and larger, and this one
+that of IW, compared with lambda = epsilon and 10 epsilon; with lambda = epsilon IW has a larger
+error than KBR.) The point estimate is the pre-image, as section 4.1 of the paper states for all its
+point estimates; "mean" is the mean of the normalised weights, tuned separately. Weights of KBR are
+not normalised inside the filter (equations 18, 19), those of IW are. Gram matrices are replaced by
+features of rank 64 (section 4.2 of the paper recommends incomplete Cholesky factors; with rank 120
+no error on one recording of T = 1000 differed by more than 2.5 %). The paper does not give the
+length of its test parts: here they are the 200 steps after the training part. All filters start
+from the distribution of the training states. The paper does not say which scaled UKF it used: "UKF"
+has alpha 1 (Julier and Uhlmann 1997), the other one the usual alpha 0.001, beta 2. "Optimal" is a
+particle filter with 20,000 particles that knows the model. Errors are the mean over time of the
+squared distance, summed over the two components. Section 5.3 prints theta_{t+1} = theta_t + eta and
+adds noise to the state only; it does not say whether theta_t is the angle of the state. The later
+code of the authors (Xu et al.) takes the angle of the noisy state. "Free angle" is the model as
+printed: the angle starts at random and has no noise. EKF and UKF have the same model there as
+elsewhere, in which the angle is that of the state (u, v), the hidden state named by the paper;
+"optimal" is then Bayes' rule over a grid of initial angles, which knows that the angle has no
+noise.
 """
 
 

@@ -34,19 +34,19 @@ CODED_LSTM, CODED_PARTICLES, CODED, END_TO_END = (
 )
 FLOOR = "floor"
 NOTES = """\
-Ten runs, not 30, and three training lengths: the rest would take hours. The paper does not say its
-lengths. Original and IW work on pixels and are tuned as in figure 2. IW(NN): the published net
-(1024-512-128-32, spectral norm, batch norm) and ridge loss, 100 full-batch steps. LSTM: the same
-net, 64 hidden units, windows of ten, 300 full-batch steps of which the one with the least error on
-the last tenth of the recording is kept; the learning rate 1e-3 was better than 1e-2 on other
-draws, and in the test it runs on from the first step. Particle filter: the paper does not say what
-its likelihood was, and the published code has none; here 4,000 particles of the true dynamics with
-a Gaussian around a learned image for each pixel. "Significant" is p < 0.05, the paper's first
-star. Five lines are our additions: an LSTM, a particle filter with the true dynamics and the
-importance-weighted rule with an enlarged memory, all three on the encodings of the same encoders;
-features that go on learning through the filter ("end to end"); and the floor. Their settings were
-looked for on other draws of the data, with the same effort for the LSTM. But for the paper's LSTM,
-models, seeds and data are those of kbf compare.
+There are ten runs instead of 30, and three training lengths, since more would take hours; the paper
+does not give its lengths. The original rule and IW use pixels and are tuned as in figure 2. IW(NN):
+the published network (1024-512-128-32, spectral norm, batch norm) and ridge loss, 100 full-batch
+steps. LSTM: the same network, 64 hidden units, windows of ten, 300 full-batch steps, of which the
+one with the smallest error on the last tenth of the recording is kept; the learning rate 1e-3 was
+better than 1e-2 on other draws; in the test it runs from the first step on. Particle filter: the
+paper does not give its likelihood, and the published code has none; here 4,000 particles of the
+true dynamics with a Gaussian around a learned image for each pixel. "Significant" is p < 0.05, the
+first star of the paper. Five methods are our additions: an LSTM, a particle filter with the true
+dynamics and the importance-weighted rule with an enlarged memory, all three on the encodings of the
+same encoders; features that are trained further through the filter ("end to end"); and the floor.
+Their settings were selected on other draws of the data, with the same effort for the LSTM. Except
+for the LSTM of the paper, models, seeds and data are those of kbf compare.
 """
 PUBLISHED = (ORIGINAL, WEIGHTED, NEURAL, LSTM, PARTICLES)
 ADDED = (CODED, END_TO_END, CODED_PARTICLES, CODED_LSTM)
@@ -235,7 +235,7 @@ class Contest(NamedTuple):
 
     @property
     def won(self) -> bool:
-        """Whether the first errs less."""
+        """Whether the first has the smaller error."""
         return self.first < self.second
 
     def __str__(self) -> str:
@@ -257,15 +257,15 @@ def errors(rows: list[Row]) -> dict[tuple[int, str], float]:
     return {(row["n"], row["method"]): row["mse"] for row in means(rows, ["n", "method"], "mse")}
 
 
-def told(held: list[Contest]) -> str:
+def summary(held: list[Contest]) -> str:
     """How many the first has won, and all errors."""
     return f"{sum(c.won for c in held)} of {len(held)}: {'; '.join(map(str, held))}"
 
 
 def significant(rows: list[Row], held: list[Contest]) -> bool | None:
-    """Whether the first errs less with p < 0.05 in all contests.
+    """Whether the first has the smaller error in all contests, with p < 0.05.
 
-    None where it always errs less and the runs are too few to say.
+    None where it always has, and the runs are too few for this p-value.
     """
     runs = len({row["run"] for row in rows})
     if (
@@ -287,9 +287,11 @@ def ranking(rows: list[Row], methods: Iterable[str]) -> str:
 
 
 def unstable(rows: list[Row]) -> Verdict:
-    """What the paper says of the particle filter on both data sets."""
+    """The finding of the paper on the particle filter, for both data sets."""
     nets = {method: contests(rows, method, PARTICLES) for method in (NEURAL, LSTM)}
-    ours = ". ".join(f"{method} against it: lower at {told(held)}" for method, held in nets.items())
+    ours = ". ".join(
+        f"{method} against it: lower at {summary(held)}" for method, held in nets.items()
+    )
     finding = "the particle filter does significantly worse than the methods with neural networks"
     return Verdict(finding, ours, significant(rows, [c for held in nets.values() for c in held]))
 

@@ -47,18 +47,19 @@ SMALLER_BANDWIDTHS = (0.5, 0.7, 1.0, 1.4)
 FACTORS = tuple(2 ** (k / 2) for k in range(-4, 6))
 NOTES = """\
 The error is the mean square over queries and components (the paper does not say whether it sums
-over components; the rise with d is then a stronger statement). KDE + IW: h_X = h_Y in 2, 4, ..., 20
-as in the paper, by least-squares cross-validation of the joint density, and by the best mean error
-over the runs, as the paper does; the latter uses the true posterior. As h = 2 is wide at small
-dimensions, "best of more" looks at 0.5, 0.7, 1 and 1.4 too. Its weights are computed with
+over components, with which the increase with d would be larger). KDE + IW: h_X = h_Y in 2, 4, ...,
+20 as in the paper, by least-squares cross-validation of the joint density, and by the smallest mean
+error over the runs, as in the paper; the latter uses the true posterior. Since h = 2 is large in
+low dimensions, "best of more" includes 0.5, 0.7, 1 and 1.4. Its weights are computed with
 logarithms, so that they do not underflow. KBR: the paper does not print the ridges of this figure;
-these are those of its section 5.2, epsilon = 0.01 / n and delta = 2 epsilon for the operators (n^2
-delta where the density ratio has mean 1). "KBR, delta as printed" (median bandwidths) takes delta
-as it is with weights of mean 1, which is how the paper's figure 1 prints the rule. The IW rule
-(ours) has KBR's epsilon and lambda = sqrt(delta), the eigenvalue below which delta damps.
-Cross-validation is over ten multiples of both median distances, from 1/4 to 5.7, by ten folds.
-Kernel means are compared in one RKHS, that of the median distance: in that of each candidate the
-widest kernel would always win, as to it all points are alike.
+here they are those of its section 5.2, epsilon = 0.01 / n and delta = 2 epsilon for the operators
+(n^2 delta where the density ratio has mean 1). "KBR, delta as printed" (median bandwidths) has
+delta without this factor and weights of mean 1, as printed in figure 1 of the paper. The IW rule
+(our addition) has the epsilon of KBR and lambda = sqrt(delta), the eigenvalue below which delta
+damps. Cross-validation selects among ten multiples of both median distances, from 1/4 to 5.7, by
+ten folds. Kernel means are compared in one RKHS, that of the median distance: in that of each
+candidate the largest bandwidth would always be selected, since its kernel does not distinguish
+points.
 """
 
 

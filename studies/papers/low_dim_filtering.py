@@ -28,16 +28,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"runs": 1, "sizes": [30], "n_test": 20, "points": 50},
 }
 NOTES = """\
-The paper does not say which training lengths its figure has, nor what its stars compare: here n =
-100 to 900, and the original rule against IW. Both have the bandwidths and ridges of the published
-grid that err least on the last min(200, 0.3 n) training steps (its 200 are impossible at n = 100),
-eta = lambda' by the leave-one-out score of the transitions as in the published code (the text of
-the paper has the leave-one-out score of the density ratio), and 128 features in place of full Gram
-matrices. EKF and particle filter (4,000 particles) know the true model; every filter starts from
-the training states. "Comparable to the EKF" is read as an error at most 10 % above it, at more
-than half of the sizes. Two lines are our additions: the importance-weighted rule over a memory
-enlarged by draws from a learned model, and the floor, 20,000 particles on the true model. Models,
-seeds and data are those of kbf compare.
+The paper gives neither the training lengths of its figure nor what its stars compare: here n = 100
+to 900, and the original rule is compared with IW. Both have the bandwidths and ridges of the
+published grid with the smallest error on the last min(200, 0.3 n) training steps (200, as in the
+paper, are impossible at n = 100), eta = lambda' by the leave-one-out score of the transitions as in
+the published code (the text of the paper has the leave-one-out score of the density ratio), and 128
+features instead of full Gram matrices. EKF and particle filter (4,000 particles) know the true
+model; every filter starts from the training states. "Comparable to the EKF" is an error at most 10
+% above it, at more than half of the sizes. Two methods are our additions: the importance-weighted
+rule over a memory enlarged by draws from a learned model, and the floor, 20,000 particles with the
+true model. Models, seeds and data are those of kbf compare.
 """
 
 

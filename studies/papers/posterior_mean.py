@@ -39,13 +39,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"runs": 2, "dimensions": [2, 4], "n": 30, "queries": 10},
 }
 NOTES = """\
-Bandwidths are median distances of the training points, eta = lambda = 0.2 as in the paper; delta
-of the original rule is lambda too, with ratios of mean 1 as in the paper's equation 2 and the
-authors' code. With the operators' scaling (Fukumizu et al., equation 18) delta is n^2 times
-larger; that is the line "original, n^2 delta", and with it the original rule is much closer to IW.
-The paper does not say how many queries it takes: here 100 a run, drawn from N(0, V_XX) as in
-Fukumizu et al. (2013). The relative ratio (alpha = 0.1) and the prior's mean, 0, as an answer to
-every query are our additions.
+Bandwidths are median distances of the training points, eta = lambda = 0.2 as in the paper; delta of
+the original rule is lambda, too, with ratios of mean 1 as in equation 2 of the paper and the code
+of the authors. In the scaling of the operators (Fukumizu et al., equation 18) delta is n^2 times
+larger: "original, n^2 delta", with which the original rule is much closer to IW. The paper does not
+give the number of queries: here there are 100 in each run, drawn from N(0, V_XX) as in Fukumizu et
+al. (2013). The relative ratio (alpha = 0.1) and the mean of the prior, 0, as the estimate for every
+query are our additions.
 """
 
 

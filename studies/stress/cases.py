@@ -150,9 +150,9 @@ def forked(
             os._exit(code)
     os.close(writing)
     with open(reading, errors="replace") as pipe:
-        told = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), told
+    return os.waitstatus_to_exitcode(status), output
 
 
 @functools.cache
@@ -186,9 +186,9 @@ def operations(words: list[str], folder: Path, make: Callable[[Path], None]) -> 
         (folder.parent / "count").write_text(str(killer.count))
         return code
 
-    code, told = forked(work, folder)
+    code, output = forked(work, folder)
     if code:
-        raise RuntimeError(f"{words} does not work: {told[-500:]}")
+        raise RuntimeError(f"{words} does not work: {output[-500:]}")
     return int((folder.parent / "count").read_text())
 
 
@@ -202,9 +202,9 @@ def chosen(count: int, most: int, generator: random.Random) -> list[int]:
 def small_checkpoint() -> bytes:
     """The contents of `CHECKPOINT`."""
     with tempfile.TemporaryDirectory() as folder:
-        code, told = forked(lambda: main(SMALL), Path(folder))
+        code, output = forked(lambda: main(SMALL), Path(folder))
         if code:
-            raise RuntimeError(f"{SMALL} does not work: {told[-500:]}")
+            raise RuntimeError(f"{SMALL} does not work: {output[-500:]}")
         return (Path(folder) / "run" / "checkpoints" / "best.ckpt").read_bytes()
 
 

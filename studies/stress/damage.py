@@ -221,7 +221,7 @@ def disks(folder: Path, share: float) -> Iterator[Outcome]:
                 )  # what the case prints goes to a file as well: it is written below the limit
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size or 1, log))
 
-            code, told = forked(
+            code, output = forked(
                 lambda words=words: main([word.replace("OUT", "out") for word in words]),
                 home,
                 limit,
@@ -232,7 +232,9 @@ def disks(folder: Path, share: float) -> Iterator[Outcome]:
                 if path.is_file() and path.name.startswith(".")
             ]
             why = (
-                f"exit code {code}: {told[-150:]}" if code != 2 and not (code == 0 and size) else ""
+                f"exit code {code}: {output[-150:]}"
+                if code != 2 and not (code == 0 and size)
+                else ""
             )
             yield Outcome(
                 "full disk",
@@ -240,13 +242,13 @@ def disks(folder: Path, share: float) -> Iterator[Outcome]:
                 why or ("litter: " + ", ".join(left) if left else ""),
             )
         home = prepared(folder / f"{name}-readonly")
-        code, told = forked(
+        code, output = forked(
             lambda words=words: main([word.replace("OUT", "/proc/kbf") for word in words]), home
         )
         yield Outcome(
             "read-only disk",
             name,
-            "" if code == 2 and "Traceback" not in told else f"exit code {code}: {told[-150:]}",
+            "" if code == 2 and "Traceback" not in output else f"exit code {code}: {output[-150:]}",
         )
 
 

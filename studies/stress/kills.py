@@ -210,13 +210,15 @@ def killed(victim: Victim, folder: Path, at: int, reference: object) -> str:
     """Kill, go on, compare; what is wrong, or nothing."""
     folder.mkdir(parents=True)
     recording(folder)
-    code, told = forked(lambda: run_words(victim.words), folder, lambda: Killer(folder, at))
+    code, output = forked(lambda: run_words(victim.words), folder, lambda: Killer(folder, at))
     if code != -9:
-        return f"not killed: exit code {code}: {told[-150:]}"
+        return f"not killed: exit code {code}: {output[-150:]}"
     words = victim.again(folder)
-    code, told = forked(lambda: run_words(words) if words == victim.words else main(words), folder)
+    code, output = forked(
+        lambda: run_words(words) if words == victim.words else main(words), folder
+    )
     if code:
-        return f"exit code {code} of {' '.join(words[:2])}: {told[-200:]}"
+        return f"exit code {code} of {' '.join(words[:2])}: {output[-200:]}"
     if not same(victim.result(folder), reference):
         return "another result than without the kill"
     litter = [str(path.relative_to(folder)) for path in folder.rglob(".*-*")]

@@ -43,7 +43,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "checkpoints/last.ckpt, cut": ("metrics.json",),
     "about.json, cut": ("metrics.json",),
     # of a run that was cut before its first checkpoint
-    "about.json, begun": ("metrics.json", "checkpoints/best.ckpt", "checkpoints/last.ckpt"),
+    "about.json, started": ("metrics.json", "checkpoints/best.ckpt", "checkpoints/last.ckpt"),
 }
 # Files without which a run cannot be compared with the command, and is refused by name.
 NEEDED = "about.json"
@@ -80,7 +80,7 @@ def lost(place: Path, file: str, kind: str, reference: object) -> str:
     for k, before in kept.items():
         if (place / f"sweep/{k}/checkpoints/best.ckpt").stat().st_mtime_ns != before:
             return f"job {k} was trained again"
-    if path.name == NEEDED and "begun" not in file:
+    if path.name == NEEDED and "started" not in file:
         named = "sweep/1 holds" in " ".join(output.split())
         return "" if code and named else f"exit code {code}, not refused by name: {output[-300:]}"
     if code:

@@ -50,8 +50,8 @@ def linear(d: int, draws: Draws) -> Motion:
 
     The noise gives states a variance of about 1.
     """
-    radius, stretch = draws.uniform(0.8, 0.99), draws.uniforms(0.7, 1.4, d)
-    A = radius * (stretch[:, None] * draws.orthogonal(d) / stretch)
+    radius, factor = draws.uniform(0.8, 0.99), draws.uniforms(0.7, 1.4, d)
+    A = radius * (factor[:, None] * draws.orthogonal(d) / factor)
     level = math.sqrt(1 - radius**2)
     return Motion(lambda z: z @ A.mT, (level, level), A)
 

@@ -205,7 +205,7 @@ def test_sensors_of_different_rates_need_no_further_word(table, tmp_path):
     masks = [s.mask for s in loaded.module.memory.recordings()]
     assert sum(176 if m is None else int(m.sum()) for m in masks) > 150, "what speaks is heard"
     told = metrics(tmp_path / "run")
-    assert told["test.nmse"] < 0.8 and "plain.window_ridge.nmse" in told
+    assert told["test.nmse"] < 0.8 and "baseline.window_ridge.nmse" in told
     checkpoint = f"checkpoint='{tmp_path}/run/checkpoints/best.ckpt'"
     assert (
         main(["filter", checkpoint, f"input={tmp_path}/slow.csv", f"output={tmp_path}/out.csv"])

@@ -418,7 +418,7 @@ def test_lagged_models_regress_changes_on_states_step_by_step(monkeypatch, order
         expected = model.join(expected, torch.stack(acted))
     torch.testing.assert_close(inputs, expected)
     torch.testing.assert_close(outputs, torch.stack(change))
-    assert settings == {"rank": learned_ssm.RANK}
+    assert settings == {"rank": learned_ssm.CHANGE_FEATURES}
     torch.testing.assert_close(seen, torch.cat([each.states for each in data]))
     torch.testing.assert_close(obs, torch.cat([each.obs for each in data]))
     assert model.controlled == int(controlled)

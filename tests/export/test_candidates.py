@@ -24,7 +24,7 @@ from kbf.filters.kernel_monte_carlo.model import KernelMonteCarlo
 from kbf.filters.particle.bootstrap import ParticleFilter
 from kbf.filters.regression.window import WindowRidge
 from kbf.filters.rollout import rollout
-from kbf.filters.selection.auto import LEARNED, PLAIN, PUBLISHED, SLOW
+from kbf.filters.selection.auto import BASELINES, LEARNED, PUBLISHED, SLOW
 from kbf.filters.selection.requirements import why_not_exported
 from kbf.recording import Recording
 from kbf.rkhs.linalg import cholesky_by_column
@@ -32,7 +32,7 @@ from kbf.runtime.branches import all_branches
 from kbf.runtime.random_inputs import RandomInputs
 
 F64 = torch.float64
-CANDIDATES = PLAIN | LEARNED | PUBLISHED | SLOW
+CANDIDATES = BASELINES | LEARNED | PUBLISHED | SLOW
 STEPS = 12
 """Steps on which programs and filters are compared."""
 

@@ -34,7 +34,7 @@ def test_what_was_chosen_is_in_the_checkpoint(tmp_path, monkeypatch):
     its calibration.
     """
     monkeypatch.setattr(auto, "LEARNED", {})
-    monkeypatch.delitem(auto.PLAIN, "kalman_velocity")
+    monkeypatch.delitem(auto.BASELINES, "kalman_velocity")
     data, made = trained(tmp_path, "model=mean")
     assert made is not None and made.module.net.used() == ["kalman"]
     made = learn_and_keep(made, tmp_path)

@@ -14,7 +14,7 @@ from kbf.commands.support.run_files import state_columns
 from kbf.data.dataset import Data
 from kbf.evaluation.metrics import nmse
 from kbf.evaluation.score import Score
-from kbf.filters.selection.auto import PLAIN
+from kbf.filters.selection.auto import BASELINES
 from kbf.filters.selection.cross_validation import significantly_better
 from kbf.fitted.scores import baseline_estimates
 from kbf.recording import observed
@@ -38,7 +38,7 @@ def print_baselines(
     name: str,
     causes: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Print the NMSE of the model and of the baselines, and notes; return ``plain.NAME.nmse``.
+    """Print the NMSE of the model and of the baselines, and notes; return ``baseline.NAME.nmse``.
 
     The baselines are fitted to the training part. Images and missing observations have none.
 
@@ -75,9 +75,9 @@ def print_baselines(
     print_notes(baseline_notes(names, found, train, states, estimates, causes))
     print_notes(sensor_notes(names, data, estimates))
     return {
-        f"plain.{row}.nmse": columns.nanmean().item()
+        f"baseline.{row}.nmse": columns.nanmean().item()
         for row, columns in found.items()
-        if row in PLAIN
+        if row in BASELINES
     }
 
 

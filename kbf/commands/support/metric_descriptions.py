@@ -48,6 +48,7 @@ METRICS = {
     "test.smoothing_floor": "Bayes-optimal error of a smoother",
     "test.mse_ahead_K": "error of predictions K steps ahead",
     "test.floor_ahead_K": "Bayes-optimal error K steps ahead",
+    "baseline.NAME.nmse": "test.nmse of a baseline, fitted to the same training part",
     "validation.mse": "error on the validation part, by which training is stopped early",
     "held_out.mse": "error on the end of the training part (hold_out) of a fit to the rest",
     "epochs": "passes over the training data",
@@ -70,6 +71,7 @@ def description_of(name: str) -> str:
     >>> description_of("test.crps_raw")
     'test.crps before recalibration'
     """
+    name = re.sub(r"^baseline\.\w+\.", "baseline.NAME.", name)
     if name in METRICS:
         return METRICS[name]
     if name.endswith("_raw"):

@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     Attributes:
         folder: of the run.
-        state: finished, failed, running, interrupted, or missing for a job that has not begun.
+        state: finished, failed, running, interrupted, or missing for a job that has not started.
         overrides: settings of its command line.
         metrics: of ``metrics.json``; empty without.
         error: the line of a failed run.

@@ -63,8 +63,8 @@ def remaining(config: dict[str, Any]) -> dict[str, Any] | None:
     last = checkpoints / LAST if readable(checkpoints / LAST) and best else None
     last = last or (checkpoints / ENCODERS if encoders else None)
     if (whole and not best) or (not whole and last is None):  # cut between two files, or damaged
-        begun = whole or any(checkpoints.glob("*.ckpt"))
-        return {**config, "overwrite": True} if begun else config
+        started = whole or any(checkpoints.glob("*.ckpt"))
+        return {**config, "overwrite": True} if started else config
     if found := differences(config, read_json(directory / ABOUT)):
         raise DifferentRun(
             f"{directory} holds {'a finished' if whole else 'an interrupted'} run that differs "

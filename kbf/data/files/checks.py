@@ -1,4 +1,4 @@
-"""Checks of recordings for what makes results wrong without an error: codes, sensors, alignment.
+"""Checks of recordings for faults that no error shows: codes, dead sensors, shifted controls.
 
 Each function returns warnings as sentences, with the setting that mends the problem.
 """

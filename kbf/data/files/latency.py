@@ -1,4 +1,4 @@
-"""Sensors whose readings arrive late by a fixed time: moved to their own time, and found."""
+"""Sensors whose readings arrive late by a fixed time: their detection and their correction."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Observations that are states, or exact functions of them: no measurements of unknown states."""
+"""Detection of observations that are states themselves, or exact functions of them."""
 
 import math
 

@@ -114,7 +114,7 @@ def raced(
         run: kinds and part -> the filter and its errors ``m``, None if there is no filter.
         parts: number of them.
         best: scores that are compared with, too.
-        until: a `time.perf_counter`, after which no further part is begun, and on the first part
+        until: a `time.perf_counter`, after which no further part is started, and on the first part
             no further pair once one has a result.
     """
     found: dict[tuple[int, ...], list[tuple[Fitted, Tensor]]] = {pair: [] for pair in pairs}

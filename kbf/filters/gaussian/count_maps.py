@@ -20,9 +20,9 @@ from kbf.runtime.branches import computes_all_branches
 
 # Log rates between which E[t | r] is interpolated; above, it is 2 sqrt(r + 1/8).
 LOG_RATES = (-8.0, 4.0)
-POINTS = 601
+GRID_POINTS = 601
 # Largest count of the sum, for rates up to exp(4).
-MOST = 200
+MAX_COUNT = 200
 # Largest log rate of a map.
 MAX_LOG_RATE = 12.0
 # Ridge of the coefficients of standardised states.
@@ -55,8 +55,8 @@ def with_stable_counts(recording: Recording, counts: Bool[Tensor, " q"]) -> Reco
 @cache
 def table() -> Float[Tensor, " m"]:
     """Return E[2 sqrt(x + 3/8)], x Poisson, at evenly spaced log rates."""
-    rates = torch.linspace(*LOG_RATES, POINTS, dtype=torch.float64).exp()
-    x = torch.arange(MOST + 1, dtype=torch.float64)
+    rates = torch.linspace(*LOG_RATES, GRID_POINTS, dtype=torch.float64).exp()
+    x = torch.arange(MAX_COUNT + 1, dtype=torch.float64)
     log_p = x * rates.log()[:, None] - rates[:, None] - torch.lgamma(x + 1)
     return log_p.exp() @ (2 * (x + 0.375).sqrt())
 
@@ -64,8 +64,8 @@ def table() -> Float[Tensor, " m"]:
 def expected_root(log_rate: Tensor) -> Tensor:
     """Return E[2 sqrt(x + 3/8)] of Poisson counts x, by interpolation."""
     low, high = LOG_RATES
-    place = ((log_rate.clamp(low, high) - low) / (high - low)) * (POINTS - 1)
-    below = place.floor().clamp_max(POINTS - 2)
+    place = ((log_rate.clamp(low, high) - low) / (high - low)) * (GRID_POINTS - 1)
+    below = place.floor().clamp_max(GRID_POINTS - 2)
     values = table().to(log_rate)
     at = below.long()
     inside = values[at] + (place - below) * (values[at + 1] - values[at])

@@ -31,7 +31,7 @@ MAX_MOVES = 3000
 MIN_MOVES = 100
 # Blocks of the moves that are held out in turn, and their parts that gains are averaged over.
 FOLDS = 4
-PARTS = 5
+PARTS_OF_BLOCKS = 5
 # Log density of all moves, and standard errors over parts, by which a component must be better.
 MIN_GAIN = 10.0
 MIN_STD_ERRORS = 3.0
@@ -129,7 +129,9 @@ def select_regimes(moves: Moves) -> tuple[int, ...]:
         if structure == STRUCTURES[0]:
             scores = each
             continue
-        gains = torch.stack([part.sum() for part in (each - scores).tensor_split(FOLDS * PARTS)])
+        gains = torch.stack(
+            [part.sum() for part in (each - scores).tensor_split(FOLDS * PARTS_OF_BLOCKS)]
+        )
         error = gains.std() * math.sqrt(len(gains))
         if float(gains.sum()) > max(MIN_GAIN, MIN_STD_ERRORS * float(error)):
             best, scores = structure, each

@@ -27,7 +27,7 @@ from kbf.runtime.deadline import check_deadline
 from kbf.runtime.threads import side_by_side
 
 # Parts that the recordings are cut into; early stopping of each network uses one of them.
-PARTS = 5
+VALIDATION_PARTS = 5
 # Steps of that part that are evaluated, at most.
 MAX_VALIDATION_STEPS = 10_000
 # Updates of a network, at most, unless their number is given.
@@ -143,7 +143,9 @@ class FittedGRU(WithoutHyperparameters):
     def train_net(self, net: Network, recordings: list[Recording], k: int) -> None:
         """Train one network on all but one part of the recordings; that part stops it early."""
         recordings = [single(s) for s in recordings]
-        spans = folds([len(s.states) for s in recordings], PARTS)[(2 * k + 1) % PARTS]
+        spans = folds([len(s.states) for s in recordings], VALIDATION_PARTS)[
+            (2 * k + 1) % VALIDATION_PARTS
+        ]
         rest = without(recordings, spans)
         held = pad(first_steps(take(recordings, spans), MAX_VALIDATION_STEPS))
         generator = torch.Generator().manual_seed(self.networks * self.seed + k)

@@ -28,7 +28,7 @@ from kbf.filters.protocols import UpdateByObserve
 from kbf.runtime.html_repr import ShownModule
 
 # Steps that `scan` computes at once: its matrices L have their square as size.
-BLOCK = 64
+SCAN_STEPS = 64
 # Width of the convolution.
 TAPS = 4
 # Ranges of D at d = 0 and of -A at the start, those of the reference implementation.
@@ -43,7 +43,7 @@ def scan(
     B: Float[Tensor, "b T n"],
     C: Float[Tensor, "b T n"],
     S: Float[Tensor, "b h p n"],
-    block: int = BLOCK,
+    block: int = SCAN_STEPS,
 ) -> tuple[Float[Tensor, "b T h p"], Float[Tensor, "b h p n"]]:
     """Return y_t = S_t C_t for all t, and the last S.
 

@@ -1,9 +1,9 @@
 """Resampling of weighted particles.
 
-Each function returns indices whose expected counts are P times the weights, for each element of a
-batch ``b``. `systematic` and `multinomial` invert the cumulative weights at points of [0, 1) and
-differ in how the points are drawn; `soft` is differentiable in the weights. Cumulative sums are in
-float64, so that 20,000 float32 weights are resampled exactly.
+`systematic` and `multinomial` return m indices for each element of a batch ``b``; the expected
+count of index k is m w_k, with normalised weights w. They invert the cumulative weights at points
+of [0, 1), which they draw in different ways. `soft` is differentiable in the weights. Cumulative
+sums are in float64, so that 20,000 float32 weights are resampled exactly.
 
 References: Douc, Cappe and Moulines (2005), a comparison of the schemes.
 """

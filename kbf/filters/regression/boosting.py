@@ -17,10 +17,9 @@ from kbf.runtime.optional_dependencies import need
 from kbf.runtime.threads import side_by_side
 
 # Every fifth block is held out to estimate the covariance of the errors.
-HELD = 5
-# Numbers that trees are grown on; of more, evenly spaced rows: neighbours in time say much the
-# same.
-LARGEST = 20_000_000
+HELD_OUT_EVERY = 5
+# Numbers that trees are grown on; of more, evenly spaced rows: consecutive ones are similar.
+MAX_NUMBERS = 20_000_000
 # The width of windows of unspecified width if there are at most so many steps. A wider window has
 # more inputs in which trees find splits by chance, and takes longer.
 WIDTH_OF_FEW_STEPS = 15
@@ -148,14 +147,16 @@ class WindowBoosting(WindowRegression):
             torch.cat(parts)
             for parts in zip(*((self.windows(s), s.states) for s in recordings), strict=True)
         )
-        some = evenly(len(rows), max(1000, LARGEST // (2 * rows.shape[1])), rows.device)
+        some = evenly(len(rows), max(1000, MAX_NUMBERS // (2 * rows.shape[1])), rows.device)
         windows, states = with_own_units(rows[some], width), states[some]
         trees = self.grow(windows, states)
 
         @cache
         def spread() -> Tensor:
             n = len(states)
-            held = (torch.arange(n, device=states.device) * 4 * HELD // n) % HELD == HELD - 1
+            held = (
+                torch.arange(n, device=states.device) * 4 * HELD_OUT_EVERY // n
+            ) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
             residual = states[held] - self.grow(windows[~held], states[~held])(windows[held])
             return residual.mT @ residual / max(1, len(residual))
 

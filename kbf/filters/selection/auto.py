@@ -4,7 +4,7 @@
 through the blocks of that fold; the best ones are compared on the other folds as well. Candidates
 are compared in the order of their cost, so that a budget leaves out the slowest ones:
 
-1. `PLAIN`: the mean, Kalman filters of linear models, ridge regression on a window. They take
+1. `BASELINES`: the mean, Kalman filters of linear models, ridge regression on a window. They take
    seconds and are compared whatever the budget.
 2. `PUBLISHED`, the published filter over the recording itself, up to `MIN_STEPS_OF_LARGE_DATA`
    steps; it assumes no form of the conditional densities.
@@ -54,7 +54,7 @@ from kbf.recording import Recording, as_recordings
 from kbf.runtime.errors import FitError
 
 # Baselines, as functions of a seed.
-PLAIN: dict[str, Callable[[int], nn.Module]] = {
+BASELINES: dict[str, Callable[[int], nn.Module]] = {
     "mean": lambda seed: MeanModel(),
     "kalman": lambda seed: LearnedKalman(),
     "kalman_velocity": lambda seed: LearnedKalman(order=2),
@@ -139,7 +139,7 @@ class ModelSelection(nn.Module):
             name: its name in tables.
             seed: of the models that draw random numbers.
             budget: seconds for `prepare`, the fit after it and the calibration, or None. Models
-                other than `PLAIN` are stopped when the search ends, and one that would take
+                other than `BASELINES` are stopped when the search ends, and one that would take
                 longer, by its first fold, is stopped early. The main model is no exception.
             require: what candidates must meet
                 (`kbf.filters.selection.requirements.REQUIREMENTS`). An average cannot
@@ -156,7 +156,7 @@ class ModelSelection(nn.Module):
         if unknown := [name for name in require if name not in REQUIREMENTS]:
             raise ValueError(f"require: {unknown[0]!r} is none of {', '.join(REQUIREMENTS)}")
         self.main_name: str = name.replace(".", "_")  # a module's name has no dots
-        makers = PLAIN | LEARNED | PUBLISHED | SLOW
+        makers = BASELINES | LEARNED | PUBLISHED | SLOW
         others = {key: make(seed) for key, make in makers.items() if key != self.main_name}
         if isinstance(main, DensityModel):
             for each in others.values():
@@ -234,7 +234,7 @@ class ModelSelection(nn.Module):
                     name,
                     partial(fit_meeting, model, self.require),
                     prepare=partial(model.prepare, recordings, generator),
-                    timed=name not in PLAIN,
+                    timed=name not in BASELINES,
                     share=1.0 if len(names) - k <= 2 else SHARE_OF_TIME,
                 )
             search.finish(MAX_FINALISTS)
@@ -257,7 +257,7 @@ class ModelSelection(nn.Module):
         large = total > MIN_STEPS_OF_LARGE_DATA
         published = not large and self.main_name not in PUBLISHED and not self.allow_missing_sensors
         return [
-            *PLAIN,
+            *BASELINES,
             *(PUBLISHED if published else ()),
             *(sorted(LEARNED, key=COSTLIEST.__eq__) if total >= MIN_STEPS_FOR_MORE else ()),
             self.main_name,

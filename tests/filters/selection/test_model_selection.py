@@ -79,7 +79,7 @@ def without_more(monkeypatch):
 
     On a linear system the Kalman filters with and without velocity are alike: one is a candidate.
     """
-    monkeypatch.delitem(auto.PLAIN, "kalman_velocity")
+    monkeypatch.delitem(auto.BASELINES, "kalman_velocity")
     for others in ("LEARNED", "PUBLISHED", "SLOW"):
         monkeypatch.setattr(auto, others, {})
 
@@ -240,7 +240,7 @@ def test_plain_models_are_compared_without_a_budget_and_others_are_not_started()
     notes = {row.model: row.note for row in net.candidates}
     assert "the budget of 1e-09 s is spent" in notes["main"] and not hasattr(net.main, "prepared")
     assert "main" not in net.used() and "kalman" in net.used()
-    assert {name for name, note in notes.items() if not note} >= set(auto.PLAIN)
+    assert {name for name, note in notes.items() if not note} >= set(auto.BASELINES)
 
 
 def test_a_model_that_would_take_longer_than_the_budget_is_stopped_early(monkeypatch):
@@ -351,7 +351,7 @@ def test_models_that_are_good_at_different_components_are_stacked(monkeypatch):
                 {"own": filter, "mean": mean}, weights, torch.eye(2, dtype=F64).expand(2, 2, 2)
             )
 
-    monkeypatch.setattr(auto, "PLAIN", {"mean": lambda seed: MeanModel()})
+    monkeypatch.setattr(auto, "BASELINES", {"mean": lambda seed: MeanModel()})
     monkeypatch.setattr(
         auto, "LEARNED", {"first": lambda seed: Half(0), "second": lambda seed: Half(1)}
     )
@@ -509,7 +509,7 @@ class Broken(LearnedKalman):
 
 
 def test_a_fit_error_of_one_candidate_is_reported_and_the_others_are_compared(monkeypatch):
-    monkeypatch.setitem(auto.PLAIN, "broken", lambda seed: Broken(FitError("two steps")))
+    monkeypatch.setitem(auto.BASELINES, "broken", lambda seed: Broken(FitError("two steps")))
     net = ModelSelection(LearnedKalman(), name="main")
     net.prepare([recording(300)])
     rows = {row.model: row for row in net.candidates}
@@ -519,7 +519,7 @@ def test_a_fit_error_of_one_candidate_is_reported_and_the_others_are_compared(mo
 
 @pytest.mark.parametrize("error", [ValueError("shape"), RuntimeError("3x4 and 5x6")])
 def test_an_error_of_shapes_in_a_candidate_is_raised(monkeypatch, error):
-    monkeypatch.setitem(auto.PLAIN, "broken", lambda seed: Broken(error))
+    monkeypatch.setitem(auto.BASELINES, "broken", lambda seed: Broken(error))
     with pytest.raises(type(error), match=str(error)):
         ModelSelection(LearnedKalman(), name="main").prepare([recording(300)])
     search = Search([([recording(50)], [recording(50)])], torch.ones(2, dtype=F64))
