@@ -47,21 +47,22 @@ CENTRES = torch.eye(2, dtype=torch.float64)
 PRIORS = torch.arange(1, 10, dtype=torch.float64) / 10  # of C1
 POINTS = torch.tensor([[0.5, 0.5], [0.6, 0.4], [0.7, 0.3]], dtype=torch.float64)
 NOTES = """\
-Delta and epsilon are those of the paper, whose mu is gamma / n: in this library's scaling delta is
-n^2 times larger. The Gaussian kernel has the factor 1 / (sqrt(2 pi) sigma) as printed. Pseudo-
-inverses cut singular values below 1e-15 of the largest (numpy's default at the paper's time; the
-paper does not say). "Influence" is the least-squares slope of the answers on Bayes' posterior over
-the nine priors, around the mean at each test point: 1 where the prior comes through in full, 0
-where it is ignored; below a quarter it is "hardly" influence, and it "shows" if it is more after
-the answers were normalised (they are too small to show it before). "Error" is the root mean square
-over priors and points. The paper does not say what a reasonable result is; two bounds are given.
-"Better than no prior": the influence is at least 1/2 and the error (root mean square over samples
-too) below that of BR with the prior 1/2 whatever the prior is; this is little, as an error below
-that of ignoring the prior is no success by itself. "As good as BR": the influence is at least 1/2
-and the error at most a quarter above that of BR, which is Bayes' rule with Gaussian densities
-fitted to the same sample. IW is ours, with eta = epsilon and lambda = delta over the same grid;
-where G_X is well conditioned and the ridge vanishes it returns G_X^-1 g as KBR1 and KBR2 do, and
-this does not know the prior. "Normalised" divides by the sum over the two classes.
+Delta and epsilon are those of the paper, whose mu is gamma / n: in the scaling of this library
+delta is n^2 times larger. The Gaussian kernel has the factor 1 / (sqrt(2 pi) sigma) as printed.
+Pseudoinverses set singular values below 1e-15 of the largest to zero (the default of numpy when the
+paper was written; the paper does not give its value). "Influence" is the least-squares slope of the
+estimates on the posterior by Bayes' rule over the nine priors, around the mean at each test point:
+it is 1 for Bayes' rule and 0 if the prior has no effect. Below a quarter it is "hardly" influence,
+and the prior "shows" if the influence is larger after normalisation of the estimates (which are too
+small before). "Error" is the root mean square over priors and points. The paper does not say what a
+reasonable result is; two bounds are given. "Better than no prior": the influence is at least 1/2
+and the error (root mean square over samples, too) is below that of BR with the prior 1/2 in place
+of each prior. This is a weak bound: an error below that of ignoring the prior is not a success. "As
+good as BR": the influence is at least 1/2 and the error at most a quarter above that of BR, which
+is Bayes' rule with Gaussian densities fitted to the same sample. IW is our addition, with eta =
+epsilon and lambda = delta over the same grid. Where G_X is well conditioned and the ridge vanishes
+it returns G_X^-1 g, as KBR1 and KBR2 do, which does not depend on the prior. "Normalised" divides
+by the sum over the two classes.
 """
 
 
@@ -265,7 +266,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
             for name, limit in bounds.items()
         ),
         Verdict(
-            "at the same four settings IW lets the prior through (influence above 1/2)",
+            "at the same four settings IW is influenced by the prior (influence above 1/2)",
             f"influence {influences[IW]} at {at}",
             all(row["influence"] > 0.5 for row in of[IW]),
             asked=True,
