@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kbf.runtime.instantiate import locate
-
 # The name, in Hydra's search path, of the folder with the groups of a single command, such as
 # ``configs/compare/experiment``.
 COMMAND_FOLDER = "kbf command"
@@ -215,6 +213,8 @@ def unknown_setting(key: str, config: Any) -> str:
     import difflib
 
     from omegaconf import DictConfig, OmegaConf
+
+    from kbf.runtime.instantiate import locate
 
     group, _, rest = key.partition(".")
     if group == "data" and rest in OmegaConf.load(config_dir() / "data" / "own.yaml"):
