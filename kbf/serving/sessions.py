@@ -1,8 +1,7 @@
 """Sessions of ``kbf serve``: running filters by their ids, with a limit and an expiry.
 
-A session is an `OnlineFilter` and the last steps that the page at ``/`` shows. This file does
-not depend on HTTP: a request is a dictionary of JSON, and input that cannot be used raises
-`Refused`.
+A session is an `OnlineFilter` and the last steps that the page at ``/`` shows. Requests are
+dictionaries of JSON, independent of HTTP; input that cannot be used raises `Refused`.
 """
 
 import asyncio

@@ -11,9 +11,10 @@ from torch import Generator, Tensor, nn
 
 from kbf.filters.scaling import warn_of_scales
 from kbf.recording import Recording, as_recordings, control_width
+from kbf.rkhs.conditional_means import exact, feature_ridge
 from kbf.rkhs.features import nystrom_whitening
 from kbf.rkhs.kernels import KERNELS, median_distance
-from kbf.rkhs.linalg import evenly, psd_solve
+from kbf.rkhs.linalg import evenly
 from kbf.runtime.html_repr import Shown, ShownModule
 
 # Landmarks of a regression, and observations that the selection of kernel and ridge uses, whose
@@ -98,16 +99,18 @@ def subset_of_regressors(
 
     The regression is on all n points.
 
-    It is solved in the features psi(x)^T = k(x, landmarks) W, W W^T = K_mm^-1, in float64: (Psi^T
-    Psi + n reg I) w = Psi^T Y and alpha = W w. With all points for landmarks it is the whole
+    It is solved in the features psi(x)^T = k(x, landmarks) W, W W^T = K_mm^-1, in float64
+    (`kbf.rkhs.conditional_means.feature_ridge`). With all points for landmarks it is the whole
     regression, (G + n reg I)^-1 Y. O(n m^2).
 
     References: Rasmussen and Williams (2006), equation 8.14.
     """
     landmarks = landmarks.double()
-    W = nystrom_whitening(kernel(landmarks, landmarks))
-    psi = kernel(x.double(), landmarks) @ W
-    return (W @ psd_solve(psi.mT @ psi, psi.mT @ targets.double(), reg=len(x) * reg)).to(targets)
+    whiten = nystrom_whitening(kernel(landmarks, landmarks))
+    fit = feature_ridge(
+        lambda rows: kernel(rows, landmarks), x.double(), targets.double(), reg, whiten=whiten
+    )
+    return (fit.root @ fit.coef).to(targets)
 
 
 class FrameRegression(ShownModule):
@@ -173,7 +176,7 @@ class FrameRegression(ShownModule):
         landmarks = x[evenly(len(x), MAX_LANDMARKS, x.device)]
         kernel, reg = self.at(landmarks, float(self.factor)), float(self.reg)
         if len(x) <= MAX_LANDMARKS:
-            alpha = psd_solve(kernel(x, x), z, reg=len(x) * reg)
+            alpha = exact(kernel, x, z, reg).coef
         else:
             alpha = subset_of_regressors(kernel, landmarks, x, z, reg)
         return FrameFilter(kernel, landmarks, alpha, mean, control_width(as_recordings(memory)))
