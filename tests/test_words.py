@@ -11,7 +11,7 @@ REPLACED = (
     *("beside", "surely", "heard", "stretch", "stretches", "somebody", "passed over"),
 )
 """Words with a standard replacement in the literature; ``told_means`` counts as told."""
-MAX_USES = 20
+MAX_USES = 5
 """Largest number of uses in all files together."""
 ALLOWED = ("stretch_width",)  # a sizing mode of Bokeh
 """Names that contain such a word and are given by other packages."""

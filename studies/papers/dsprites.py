@@ -21,7 +21,7 @@ for preset in PRESETS.values():
     preset["frames"] = None
 PROBLEM = images.Problem("dsprites", frames="data.images")
 NOTES = f"""{images.NOTES} The hearts are drawn here, from the outlines of dSprites; frames=FILE
-takes the images of the published file, frames=download downloads it. The paper says both that the
+takes the images of the published file, frames=download downloads it. The paper states both that the
 LSTM is the worst and that the particle filter is worse than the methods with neural networks: the
 first is read as "of those that know nothing of the model"."""
 
