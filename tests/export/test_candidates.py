@@ -5,6 +5,7 @@ a stack. Programs equal the filters on the same random numbers.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import kbf
 from kbf.export import onnx_linalg
-from kbf.export.step import WRITERS, ExportedStep, compare, export
+from kbf.export.step import TOLERANCE, WRITERS, ExportedStep, compare, export
 from kbf.filters.ensemble import EnsembleFilter
 from kbf.filters.gaussian.kalman import LearnedKalman
 from kbf.filters.gaussian.learned_ukf import LearnedUKF
@@ -230,6 +231,39 @@ def test_the_comparison_notices_other_random_numbers():
             return step(*given[:-1], given[-1] + 0.01)
 
         assert max(compare(step, shifted, inputs, obs, None, scale)) > 1e-4
+
+        def forgetful(*given):  # returns the particles of the step before
+            return (given[0], *step(*given)[1:])
+
+        assert max(compare(step, forgetful, inputs, obs, None, scale)) > 1e-4
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_rounding_that_grows_is_no_difference_of_a_program_that_draws(drawn):
+    """z' = 3 z + u mod 1: differences of 1e-13 are above 1 after 28 steps."""
+    start = torch.tensor([[0.3]], dtype=torch.float64)
+
+    class Expanding(ExportedStep):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.fields, self.drawn = ["z"], {"uniform": drawn}
+
+        def start(self):
+            return (start,)
+
+        def inputs(self, obs):
+            return {"state_z": start, "obs": obs, "seen": torch.tensor([True])}
+
+        def forward(self, z, obs, seen, *u, error=0.0):
+            after = (3 * z + sum(u) + error) % 1
+            return after, after, torch.tensor([False])
+
+    step = Expanding()
+    obs = torch.zeros(50, 1, dtype=torch.float64)
+    inputs, scale = step.inputs(obs[:1]), torch.ones(1, dtype=torch.float64)
+    apart = compare(step, partial(step, error=1e-13), inputs, obs, None, scale)[0]
+    assert (apart < TOLERANCE) == bool(drawn)
+    assert compare(step, partial(step, error=1e-4), inputs, obs, None, scale)[0] > TOLERANCE
 
 
 def test_a_step_with_all_branches_is_the_step():
