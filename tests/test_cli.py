@@ -369,6 +369,11 @@ def test_every_choice_composes():
             "there is no setting data.sorce.q; did you mean data.source.q?",
         ),
         (["compare", "+modls=kbf"], "there is no setting modls; did you mean models?"),
+        (["train", "-m", "n_trian=5,6"], "there is no setting n_trian; did you mean n_train?"),
+        (
+            ["train", "-m", "+data.foo=3,4", "seed=0"],
+            "there is no setting data.foo; see the --help",
+        ),
         (
             ["train", "model=lstm", "model.net.hiden=3"],
             "there is no setting model.net.hiden; did you mean +model.net.hidden?",

@@ -21,7 +21,7 @@ from typing import Any
 
 from kbf.cli.errors import one_line
 from kbf.cli.execution import execute
-from kbf.config.composition import hydra_of, short, words_for_hydra
+from kbf.config.composition import composing, hydra_of, short, words_for_hydra
 from kbf.config.prepare import prepare
 from kbf.runtime.hydra_quoting import quoted
 
@@ -48,8 +48,11 @@ def multirun(
         1 if a job failed; of other commands than ``train``, the largest exit code of the runs.
 
     Raises:
-        ValueError: the folder holds another sweep, or all jobs failed for the same reason.
+        ValueError: the folder holds another sweep, all jobs failed for the same reason, or there is
+            no setting of a name.
     """
+    with composing(command, jobs_of(overrides)[0], name=name, folders=folders):
+        pass  # an unknown setting is an error here, with the nearest one
     words = [*words_for_hydra(command, overrides, sweep=True), "hydra.mode=MULTIRUN"]
     config_name = name or short(command)
     results: Any = []
@@ -117,6 +120,8 @@ def folder_of_sweep(words: list[str]) -> str:
 def jobs_of(overrides: list[str]) -> list[list[str]]:
     """Return the overrides of each job, in the order of Hydra's basic sweeper.
 
+    Ranges of numbers, from which other sweepers draw, are left out.
+
     >>> jobs_of(["model=kbf,ekf", "n_train=40"])
     [['model=kbf', 'n_train=40'], ['model=ekf', 'n_train=40']]
     """
@@ -124,11 +129,13 @@ def jobs_of(overrides: list[str]) -> list[list[str]]:
 
     several: dict[str, list[str]] = {}
     for each in OverridesParser.create().parse_overrides(overrides):
-        key = each.get_key_element()
-        swept = each.is_sweep_override() and each.is_discrete_sweep()
-        values = each.sweep_string_iterator() if swept else [each.get_value_element_as_str()]
+        key, values = each.get_key_element(), []
+        if not each.is_sweep_override():
+            values = [each.get_value_element_as_str()]
+        elif each.is_discrete_sweep():
+            values = each.sweep_string_iterator()
         several[key] = [f"{key}={value}" for value in values]
-    return [list(job) for job in itertools.product(*several.values())]
+    return [list(job) for job in itertools.product(*filter(None, several.values()))]
 
 
 def list_jobs(folder: Path, jobs: list[list[str]], *, overwrite: bool) -> None:
