@@ -48,8 +48,8 @@ def multirun(
         1 if a job failed; of other commands than ``train``, the largest exit code of the runs.
 
     Raises:
-        ValueError: the folder holds another sweep, all jobs failed for the same reason, or there is
-            no setting of a name.
+        ValueError: an unknown setting, another sweep in the folder, or one reason for which all
+            jobs failed.
     """
     with composing(command, jobs_of(overrides)[0], name=name, folders=folders):
         pass  # an unknown setting is an error here, with the nearest one
