@@ -367,6 +367,15 @@ def test_networks_are_scored_on_what_they_did_not_see():
     assert fitted.held_out.mean() < own
 
 
+@pytest.mark.parametrize("q", [1, 3])
+def test_networks_have_as_many_components_as_asked_for(q):
+    u = inputs(60)
+    fitted = fit_networks(u, randn(60, q, seed=3), components=4, networks=2, rounds=2)
+    assert isinstance(fitted.density, MixtureDensityNetwork)
+    log_shares, means, sizes = fitted.density.parameters(u[:5])
+    assert log_shares.shape == (5, 2 * 4) and means.shape == sizes.shape == (5, 2 * 4, q)
+
+
 def test_networks_learn_two_branches():
     """y = +-(2 + u / 2) + N(0, 0.1^2), both signs with probability 1/2."""
 

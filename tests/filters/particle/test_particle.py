@@ -503,6 +503,14 @@ def test_drawn_images_have_the_variance_of_the_likelihood(predictive):
     found = (drawn.flatten(1) - mean).square().mean(0)
     torch.testing.assert_close(found, expected, rtol=0.12, atol=0)
 
+    x, at = recording.obs[:3, None], torch.tensor([[0.2], [0.7], [1.5], [3.0]], dtype=torch.float64)
+    mean, scale = model.image.predict(at)
+    variance = model.image.noise * (scale[:, None] if predictive else 1.0)
+    naive = torch.distributions.Normal(mean, variance.sqrt()).log_prob(x.flatten(2)).sum(-1)
+    found = model.log_likelihood(x, at)
+    assert found.shape == (3, 4)
+    torch.testing.assert_close(found - found[0, 0], naive - naive[0, 0])
+
 
 # smoothing, and learned models
 
