@@ -200,7 +200,7 @@ class Looking(nn.Module):
         return x.flatten(1)
 
 
-def test_codes_with_components_are_ratios_of_each_member_and_of_all():
+def test_encodings_with_components_are_ratios_of_each_member_and_of_all():
     """Rows of one width, whoever made them; the mean in front is what the ratio integrates to."""
     torch.manual_seed(0)
     z = torch.randn(300, 2)
@@ -208,7 +208,7 @@ def test_codes_with_components_are_ratios_of_each_member_and_of_all():
     code.prepare(z)
     assert code.manifold == FLAT
     x = torch.randn(6, 2, 1, 1)
-    said = [code.answer(k, x) for k in range(2)]
+    said = [code.output(k, x) for k in range(2)]
     crossed = code.crossfit(Recording(z[:6], x), torch.arange(6) % 2).obs
     assert crossed.shape == (6, encoding_width(2, 4))
     density = RatioDensity(StateDensity(code.points, code.width))
