@@ -22,7 +22,7 @@ from kbf.plots.charts import Figure, curves
 from kbf.rkhs.embeddings import cme_weights_primal
 from kbf.rkhs.kernels import Kernel, gaussian, median_distance
 from kbf.rkhs.linalg import pivoted_cholesky, psd_solve, squared_distance
-from studies.papers.base import Job, Row, Settings, Verdict, means, wilcoxon
+from studies.papers.base import Job, Row, Settings, Verdict, every, means, wilcoxon
 from studies.papers.gaussian_model import GaussianModel, gaussian_model
 
 COND, KBR, PRINTED, IW, ABC = "COND", "KBR", "KBR, delta as printed", "IW rule", "ABC"
@@ -329,11 +329,6 @@ def of_iw(
         )
         for name, won in wins.items()
     ]
-
-
-def every(won: list[bool]) -> bool | None:
-    """Whether a statement holds at every point (True), at none (False), or at some (None)."""
-    return None if 0 < sum(won) < len(won) else all(won)
 
 
 def tests(rows: list[Row]) -> list[Row]:

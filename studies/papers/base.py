@@ -89,6 +89,11 @@ def all_of(answers: Sequence[bool | None]) -> bool | None:
     return False if False in answers else None if None in answers else True
 
 
+def every(won: Sequence[bool]) -> bool | None:
+    """Whether a statement holds at every point (True), at none (False), or at some (None)."""
+    return None if 0 < sum(won) < len(won) else all(won)
+
+
 @runtime_checkable
 class Experiment(Protocol):
     """The parts of an experiment's module."""

@@ -18,7 +18,7 @@ from kbf.rkhs.linalg import psd_solve
 from studies.papers import cme_study
 from studies.papers.base import Job, Row, Settings, Verdict, means
 from studies.papers.cme_forms import CKME, LCKME, METHODS, fit
-from studies.papers.cme_study import Problem
+from studies.papers.cme_study import FORM_SEEDS, Problem
 
 PRESETS: dict[str, dict[str, Any]] = {
     "full": {
@@ -99,11 +99,11 @@ def problem(
     References: LCKME draft, section 5.1.
     """
     generator = Generator().manual_seed(seed)
-    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
-    A = loc + draw(d + 2, d + 2)
+    normal = partial(torch.randn, dtype=torch.float64, generator=generator)
+    A = loc + normal(d + 2, d + 2)
     V = A.mT @ A
-    joint = draw(n, d + 2) @ A  # of covariance A^T A
-    at = draw(queries, d + 2) @ A
+    joint = normal(n, d + 2) @ A  # of covariance A^T A
+    at = normal(queries, d + 2) @ A
     B = psd_solve(V[:d, :d], V[:d, d:]).mT  # V_YX V_X^-1
     cov = V[d:, d:] - B @ V[:d, d:]
     return Problem(
@@ -149,14 +149,13 @@ def large(job: Job) -> list[Row]:
     n = job["n"]
     p = problem(n, job["d"], job["queries"], job["run"], offset=1.0, loc=3.0)
     reg = 0.001 / math.sqrt(n) * 2 * math.pi  # over k(x, x) = 1 / (2 pi)
-    rows = []
+    rows, seed = [], FORM_SEEDS + job["run"]
     for method in METHODS:
         if method == CKME and n > LARGEST_EXACT:
             continue
         began = time.process_time()
-        predicted = fit(method, p.x, p.y, variance=1.0, reg=reg, m=job["m"], seed=job["run"]).mean(
-            p.queries
-        )
+        form = fit(method, p.x, p.y, variance=1.0, reg=reg, m=job["m"], seed=seed)
+        predicted = form.mean(p.queries)
         seconds = time.process_time() - began
         rows.append(
             {

@@ -2,8 +2,9 @@
 
 The files are found by reading import statements, without running them. Where the configurations of
 ``kbf train`` are composed, the files of ``configs/`` count too, with the classes that they name.
-Comments and docstrings do not count, nor do drawings (`kbf.plots`) and lists of names, which change
-no row.
+What changes no row does not count: comments and docstrings, drawings (`kbf.plots`), lists of names,
+and in `studies.papers` the verdicts, tests, pictures and notes, that is, all that ``jobs`` and
+``work`` do not refer to.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ast
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import kbf
@@ -22,6 +24,10 @@ PACKAGES = ("kbf", "studies")
 PUBLIC: dict[str, str] = vars(kbf)["_HOME"]
 """The modules of the public names of kbf."""
 DRAWINGS = "kbf.plots"
+FOLDER = "studies/papers"
+"""The folder in whose files only definitions count that the rows depend on."""
+ROWS = {"jobs", "work"}
+"""The functions of an experiment that make its rows."""
 LISTS = ("kbf", "studies", "studies.papers")
 """Packages whose own file lists public names, and changes no row."""
 COMPOSES = "kbf.config.prepare"
@@ -120,12 +126,68 @@ def targets(path: Path) -> set[str]:
 
 @functools.cache
 def code_hash(module: str) -> str:
-    """A hash of the code that a module depends on.
+    """A hash of the code that the rows of a module depend on.
 
     A process computes it once: changes to files that it has loaded have no effect on it either.
     """
     digest = hashlib.sha256()
+    used = reached(files(module))
     for path in files(module):
-        text = ast.dump(parsed(path)) if path.suffix == ".py" else path.read_text(encoding="utf-8")
+        if path.suffix != ".py":
+            text = path.read_text(encoding="utf-8")
+        elif of_experiments(path):
+            text = "".join(ast.dump(line) for line in parsed(path).body if counts(line, used))
+        else:
+            text = ast.dump(parsed(path))
         digest.update(f"{path.relative_to(ROOT)}\0{text}\0".encode())
     return digest.hexdigest()
+
+
+def of_experiments(path: Path) -> bool:
+    """Whether a file lies in the folder of the experiments."""
+    return path.parent == ROOT / FOLDER
+
+
+def reached(paths: Sequence[Path]) -> set[str]:
+    """``jobs``, ``work``, and the names that their definitions refer to, directly or not.
+
+    The names are those of all files of the experiments together. A name that two of them define
+    stands for both, so that the set is at most too large.
+    """
+    lines = [line for path in paths if of_experiments(path) for line in parsed(path).body]
+    names, before = set(ROWS), 0
+    while before < len(names):
+        before = len(names)
+        for line in lines:
+            if not isinstance(line, ast.Import | ast.ImportFrom) and counts(line, names):
+                names |= {node.id for node in ast.walk(line) if isinstance(node, ast.Name)}
+                names |= {node.attr for node in ast.walk(line) if isinstance(node, ast.Attribute)}
+    return names
+
+
+def counts(line: ast.stmt, names: set[str]) -> bool:
+    """Whether a line of a file defines or imports one of the names, or defines none.
+
+    >>> line = ast.parse("from kbf.ssm import rotation as r").body[0]
+    >>> counts(line, {"r"}), counts(line, {"rotation"})
+    (True, False)
+    """
+    defined = bound(line)
+    return not defined or not defined.isdisjoint(names)
+
+
+def bound(line: ast.stmt) -> set[str]:
+    """The names that a statement defines or imports; none for statements of other kinds.
+
+    >>> sorted(bound(ast.parse("A, B = 1, 2").body[0]))
+    ['A', 'B']
+    """
+    if isinstance(line, ast.FunctionDef | ast.ClassDef):
+        return {line.name}
+    if isinstance(line, ast.Import | ast.ImportFrom):
+        return {(alias.asname or alias.name).split(".")[0] for alias in line.names}
+    if isinstance(line, ast.Assign | ast.AnnAssign):
+        targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+        stored = (node for target in targets for node in ast.walk(target))
+        return {node.id for node in stored if isinstance(node, ast.Name)}
+    return set()

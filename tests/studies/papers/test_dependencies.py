@@ -11,24 +11,53 @@ import pytest
 
 from studies.papers import EXPERIMENTS, dependencies
 from studies.papers.command import hashed
-from studies.papers.dependencies import CONFIGS, ROOT, code_hash, file_of, files, imported, parsed
+from studies.papers.dependencies import (
+    CONFIGS,
+    ROOT,
+    code_hash,
+    file_of,
+    files,
+    imported,
+    parsed,
+    reached,
+)
+
+
+def forget() -> None:
+    """Read the files anew."""
+    for cached in (parsed, files, code_hash):
+        cached.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def fresh_caches():
     """Each test reads the files anew."""
-    for cached in (parsed, files, code_hash):
-        cached.cache_clear()
+    forget()
     yield
-    for cached in (parsed, files, code_hash):
-        cached.cache_clear()
+    forget()
+
+
+EXPERIMENT = """\
+SIZE, LIMIT = 3, 0.1
+NOTES = "what the paper leaves open"
+def step(x):
+    return SIZE * rules.f(x) + g
+def jobs(settings):
+    return []
+def work(job):
+    return [step(1)]
+def mean(rows):
+    return sum(rows) / 2
+def judge(rows):
+    return mean(rows) < LIMIT
+"""
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """A repository with one experiment, a library of two files, and configuration files."""
     for name, text in {
-        "studies/papers/one.py": "from kbf import rules\nfrom kbf.other import g\n",
+        "studies/papers/one.py": "from kbf import rules\nfrom kbf.other import g\n" + EXPERIMENT,
         "kbf/__init__.py": "",
         "kbf/rules.py": 'def f():\n    """Text."""\n    return 1  # comment\n',
         "kbf/other.py": "g = 2\n",
@@ -50,8 +79,7 @@ def changed(root: Path, name: str, old: str, new: str) -> bool:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    for cached in (parsed, files, code_hash):
-        cached.cache_clear()
+    forget()
     return code_hash("studies.papers.one") != before
 
 
@@ -77,6 +105,46 @@ def test_pictures_change_no_row(small):
     assert not changed(small, "kbf/plots/charts.py", "1", "2")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "of_rows"),
+    [
+        ("return []", "return [1]", True),  # jobs
+        ("step(1)", "step(2)", True),  # work
+        ("SIZE *", "SIZE +", True),  # a function that work calls
+        ("3, 0.1", "4, 0.1", True),  # a constant of that function
+        ("/ 2", "/ 3", False),  # a function of the verdicts alone
+        ("< LIMIT", "> LIMIT", False),
+        ("leaves open", "does not say", False),
+    ],
+)
+def test_of_an_experiment_only_what_makes_its_rows_counts(small, old, new, of_rows):
+    assert changed(small, "studies/papers/one.py", old, new) == of_rows
+
+
+def test_what_another_experiment_lends_counts_by_its_names(small):
+    """The definitions that are used, and what these use in turn; nothing else of the file."""
+    (small / "studies/papers/two.py").write_text(
+        "A = 1\ndef lent():\n    return A\ndef judge(rows):\n    return 5\n"
+    )
+    path = small / "studies/papers/one.py"
+    path.write_text(f"from studies.papers.two import lent\n{EXPERIMENT}")
+    forget()
+    assert not changed(small, "studies/papers/two.py", "A = 1", "A = 2")  # imported, not used
+    path.write_text(path.read_text().replace("step(1)", "step(lent())"))
+    forget()
+    assert changed(small, "studies/papers/two.py", "A = 2", "A = 3")
+    assert not changed(small, "studies/papers/two.py", "5", "6")
+
+
+def test_verdicts_notes_and_pictures_of_the_papers_change_no_row():
+    """On the experiments as they are: which definitions count, and which do not."""
+    for name in EXPERIMENTS:
+        paths = files(f"studies.papers.{name}")
+        used = reached(paths)
+        assert not {"judge", "draw", "NOTES"} & used, name
+        assert {"jobs", "work"} <= used
+
+
 def test_configurations_count_where_they_are_composed(small):
     (small / "kbf/config").mkdir()
     (small / "kbf/config/prepare.py").write_text("def configure(): ...\n")
@@ -85,8 +153,7 @@ def test_configurations_count_where_they_are_composed(small):
     (small / "configs/model/a.yaml").write_text("net:\n  _target_: kbf.unused\n")
     assert not changed(small, "configs/model/a.yaml", "net", "net2")
     (small / "studies/papers/one.py").write_text("from kbf.config.prepare import configure\n")
-    for cached in (parsed, files, code_hash):
-        cached.cache_clear()
+    forget()
     assert changed(small, "configs/model/a.yaml", "net", "net3")
     assert changed(small, "kbf/unused.py", "h = 3", "h = 4")  # named by a configuration file
 
