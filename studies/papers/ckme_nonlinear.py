@@ -61,8 +61,9 @@ variance 1 (over uniform x) and the noise V = 0.1; d_y = 1, since its gamma are 
 0.1 (a variance, as all its sigmas). The other settings are those of ckme_gaussian: m = n^(2/3) for
 every low-cost form; the ridge is epsilon over k(x, x); bandwidth and ridge are selected for each
 method from one grid by 5-fold cross-validation of the RKHS distance; 30 trials of 20 queries; RMSE
-is the expectation over the true sample y; figure 9, the surface, is in results.csv (kind grid).
-ICF, RFF, divide and conquer and leverage scores are our additions.
+is the expectation over the true sample y; figure 9, the surface, is in the table of results (kind
+grid); "accurate" means all three errors, and figure 15 is made as figure 7. ICF, RFF, divide and
+conquer and leverage scores are our additions.
 """
 BUMPS, NOISE = 10, 0.1
 

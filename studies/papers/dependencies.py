@@ -13,7 +13,7 @@ import ast
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import kbf
@@ -136,11 +136,24 @@ def code_hash(module: str) -> str:
         if path.suffix != ".py":
             text = path.read_text(encoding="utf-8")
         elif of_experiments(path):
-            text = "".join(ast.dump(line) for line in parsed(path).body if counts(line, used))
+            text = "".join(map(ast.dump, lines_of(path, used)))
         else:
             text = ast.dump(parsed(path))
         digest.update(f"{path.relative_to(ROOT)}\0{text}\0".encode())
     return digest.hexdigest()
+
+
+def lines_of(path: Path, names: set[str]) -> Iterator[ast.stmt]:
+    """The statements of a file that `counts` names; of an import only what is among the names."""
+    for line in parsed(path).body:
+        if isinstance(line, ast.Import):
+            kept = [alias for alias in line.names if bound_by(alias) in names]
+            line = ast.Import(kept)
+        elif isinstance(line, ast.ImportFrom):
+            kept = [alias for alias in line.names if bound_by(alias) in names]
+            line = ast.ImportFrom(line.module, kept, line.level)
+        if counts(line, names):
+            yield line
 
 
 def of_experiments(path: Path) -> bool:
@@ -159,25 +172,25 @@ def reached(paths: Sequence[Path]) -> set[str]:
     while before < len(names):
         before = len(names)
         for line in lines:
-            if not isinstance(line, ast.Import | ast.ImportFrom) and counts(line, names):
+            if counts(line, names):
                 names |= {node.id for node in ast.walk(line) if isinstance(node, ast.Name)}
                 names |= {node.attr for node in ast.walk(line) if isinstance(node, ast.Attribute)}
     return names
 
 
 def counts(line: ast.stmt, names: set[str]) -> bool:
-    """Whether a line of a file defines or imports one of the names, or defines none.
+    """Whether a statement defines or imports one of the names, or is of another kind.
 
     >>> line = ast.parse("from kbf.ssm import rotation as r").body[0]
     >>> counts(line, {"r"}), counts(line, {"rotation"})
     (True, False)
     """
     defined = bound(line)
-    return not defined or not defined.isdisjoint(names)
+    return defined is None or not defined.isdisjoint(names)
 
 
-def bound(line: ast.stmt) -> set[str]:
-    """The names that a statement defines or imports; none for statements of other kinds.
+def bound(line: ast.stmt) -> set[str] | None:
+    """The names that a statement defines or imports; None for statements of other kinds.
 
     >>> sorted(bound(ast.parse("A, B = 1, 2").body[0]))
     ['A', 'B']
@@ -185,9 +198,14 @@ def bound(line: ast.stmt) -> set[str]:
     if isinstance(line, ast.FunctionDef | ast.ClassDef):
         return {line.name}
     if isinstance(line, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).split(".")[0] for alias in line.names}
+        return {bound_by(alias) for alias in line.names}
     if isinstance(line, ast.Assign | ast.AnnAssign):
         targets = line.targets if isinstance(line, ast.Assign) else [line.target]
         stored = (node for target in targets for node in ast.walk(target))
         return {node.id for node in stored if isinstance(node, ast.Name)}
-    return set()
+    return None
+
+
+def bound_by(alias: ast.alias) -> str:
+    """The name that an import binds."""
+    return (alias.asname or alias.name).split(".")[0]

@@ -115,6 +115,8 @@ def test_pictures_change_no_row(small):
         ("/ 2", "/ 3", False),  # a function of the verdicts alone
         ("< LIMIT", "> LIMIT", False),
         ("leaves open", "does not say", False),
+        ("import g", "import g, h", False),  # not used
+        ("import g", "import h as g", True),
     ],
 )
 def test_of_an_experiment_only_what_makes_its_rows_counts(small, old, new, of_rows):
