@@ -182,18 +182,23 @@ class PaperMLP(Encoder):
 
     In training batch norm needs several images at once.
 
-    References: Xu, Chen, Doucet and Gretton (2022), appendix, networks for dSprites and (with
-    dropout 0.5) DeepMind Lab.
+    References: the code published with Xu, Chen, Doucet and Gretton (2022), networks for dSprites
+    and (with dropout 0.5) DeepMind Lab; the paper itself does not describe them.
     """
 
     def __init__(
         self, q: Sequence[int], sizes: Sequence[int] = (1024, 512, 128, 32), dropout: float = 0.0
     ) -> None:
-        """A net of widths ``sizes``, the last is p; ``dropout`` acts before each ReLU."""
+        """A net of widths ``sizes``, the last is p; ``dropout`` before each ReLU but the last."""
         super().__init__(q, sizes[-1])
         layers: list[nn.Module] = [nn.Flatten()]
         for k, (a, b) in enumerate(zip([math.prod(q), *sizes[:-1]], sizes, strict=True)):
-            layers += [spectral_norm(nn.Linear(a, b)), nn.Dropout(dropout), nn.ReLU()]
+            last = k == len(sizes) - 1
+            layers += [
+                spectral_norm(nn.Linear(a, b)),
+                nn.Dropout(0.0 if last else dropout),
+                nn.ReLU(),
+            ]
             layers += [nn.BatchNorm1d(b)] if k == 1 else []
         self.net: nn.Module = nn.Sequential(*layers)
 

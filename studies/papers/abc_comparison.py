@@ -69,8 +69,8 @@ ACCEPTED = (30, 100, 300, 1000)
 RANK, TOLERANCE = 600, 0.01
 NOTES = """\
 The text of the paper, which is what we have, names neither the dimensions nor the sizes of this
-figure. It has 10 runs, here 30, since the errors at 10 queries differ much between runs. Time
-is CPU time of one thread from the first draw to the estimates at all queries. Kernel rules and ABC
+figure. It has 10 runs, here 30, since the errors at 10 queries differ much between runs. Time is
+CPU time of one thread from the first draw to the estimates at all queries. Kernel rules and ABC
 draw in the same way, many points at once, and ABC uses each simulation for all queries, unlike the
 paper's loop for a single y. The tolerance of ABC is, at each query, the distance of the 30th,
 100th, 300th or 1000th nearest simulation. The verdicts compare with the best of these at each time,
@@ -78,15 +78,14 @@ which requires the truth, in favour of ABC. The model is in its favour, too: a s
 than a microsecond, while ABC is intended for slow simulators. Methods are therefore also compared
 at equal numbers of simulations. Errors between the sizes of a method are interpolated (logarithms);
 COND, which is faster than KBR, has one more size. KBR is compared with COND only at times within
-those of COND, and a kernel rule with ABC only within the simulations of ABC.
-Incomplete Cholesky factors stop when 1 % of the trace is left (smaller tolerances change the errors
-little and cost more); bandwidths are medians over 500 points. epsilon, delta and the ridge of COND
-are those of the paper, with delta = 2 epsilon for the operators (n^2 delta where the density ratio
-has mean 1), and as in figure 1 of the paper, with weights of mean 1 and delta without the factor.
-The IW rule (our addition) has the epsilon of KBR and lambda = sqrt(delta), the eigenvalue below
-which delta damps. Training states are drawn from the prior, so that the ratio is about 1, and COND,
-KBR and the IW rule differ mainly in their ridges. Errors are mean squares over queries and
-components.
+those of COND, and a kernel rule with ABC only within the simulations of ABC. Incomplete Cholesky
+factors stop when 1 % of the trace is left (smaller tolerances change the errors little and cost
+more); bandwidths are medians over 500 points. epsilon, delta and the ridge of COND are those of the
+paper, with delta = 2 epsilon for the operators (n^2 delta where the density ratio has mean 1), and
+as in figure 1 of the paper, with weights of mean 1 and delta without the factor. The IW rule (our
+addition) has the epsilon of KBR and lambda = sqrt(delta), the eigenvalue below which delta damps.
+Training states are drawn from the prior, so that the ratio is about 1, and COND, KBR and the IW
+rule differ mainly in their ridges. Errors are mean squares over queries and components.
 """
 
 

@@ -20,7 +20,17 @@ from torch import Generator, Tensor
 from kbf.filters.kernel.hyperparameters import best_of
 from kbf.plots.charts import Figure, curves
 from kbf.recording import Recording
-from studies.papers.base import Job, Row, Settings, Verdict, means, p_values, wilcoxon
+from studies.papers.base import (
+    Job,
+    Row,
+    Settings,
+    Verdict,
+    every,
+    means,
+    p_values,
+    significantly_better,
+    wilcoxon,
+)
 from studies.papers.rotation_filters import Estimator, each_frame, kalman, neural, on_pixels
 from studies.papers.rotations import film, walk
 
@@ -75,22 +85,26 @@ PRESETS: dict[str, dict[str, Any]] = {
 NOTES = """\
 The paper does not say how the camera moves, and its film is not public. Here the camera stands in
 the middle of a room of our ray caster and turns along geodesics, at most 0.2 radians per frame,
-from one random rotation to the next. Rotations are within 80 degrees of the initial one, about any
-axis (over all of SO(3), 1,800 frames are too few for every method). Each run has its own path and
-noise; the first half of the frames is the training part. The error is the mean over time of the
-Frobenius norm, as in the text of the paper; its square (the "MSE" of the caption) is in the rows.
-KBR (Gauss) and Kalman (9 dim.) estimate any matrix, by the pre-image and the mean, the other
+from one random rotation to the next. Rotations are within 80 degrees of one fixed orientation,
+about any axis (over all of SO(3), 1,800 frames are too few for every method). Each run has its own
+path and noise; the first half of the frames is the training part. The error is the mean over time
+of the Frobenius norm, as in the text of the paper; its square (the "MSE" of the caption) is in the
+rows. KBR (Gauss) and Kalman (9 dim.) estimate any matrix, by the pre-image and the mean, the other
 methods a rotation. Every method has two parameters (full: twelve candidates), selected by its own
-error: one half of the training part is the memory, and the next frames (full: 300) are filtered.
-KBR: beta and epsilon, delta = 2 epsilon in the scaling of equations 18 and 19 of the paper. IW:
-beta and epsilon, which is used for its three ridges (in fukumizu_filtering lambda = sqrt(2 epsilon)
-was better). Gram matrices of images are replaced by incomplete Cholesky factors (full: rank 300).
-The Kalman filters are linear models fitted by least squares to the leading principal components of
-the images; their number and a factor of the fitted observation noise are selected. IW, IW(NN), the
-regression of single frames and the Kalman estimate projected to SO(3) are our additions. IW(NN) is
-a convolutional network with ridge loss and the trace kernel of the states (without random
-features), trained by AdamW on batches of 128; its number of steps and the ridge are selected.
-"Significant" is p < 0.05 (Wilcoxon).
+error: one half of the training part is the memory, and the next frames (full: 300) are filtered. On
+another draw (run 50, variance 1e-4) values beyond the ends of the grids were no better: factors of
+3 and 10 for the Kalman filters, epsilon of 1e-3 for IW; epsilon from 1e-10 to 1e-6 changed the
+regression of single frames by less than 0.001. KBR: beta and epsilon, delta = 2 epsilon in the
+scaling of equations 18 and 19 of the paper. IW: beta and epsilon, which is used for its three
+ridges (in fukumizu_filtering lambda = sqrt(2 epsilon) was better). Gram matrices of images, and
+those of states for the Gaussian kernel, are replaced by incomplete Cholesky factors (full: rank
+300). The Kalman filters are linear models fitted by least squares to the leading principal
+components of the images; their number and a factor of the fitted observation noise are selected.
+IW, IW(NN), the regression of single frames and the Kalman estimate projected to SO(3) are our
+additions. IW(NN) is a convolutional network with ridge loss and the trace kernel of the states
+(without random features), trained by AdamW on batches of 128; its number of steps and the ridge are
+selected. "Significant" is p < 0.05 (Wilcoxon); a smaller error at one of the two variances only is
+undecided.
 """
 
 
@@ -191,7 +205,12 @@ def judge(rows: list[Row]) -> list[Verdict]:
         asked: bool = False,
     ) -> Verdict:
         pairs = [(noise, a, b) for noise in noises for a in better for b in worse]
-        won = all(errors[noise, a] < errors[noise, b] for noise, a, b in pairs)
+        won = every(
+            [
+                all(errors[at, a] < errors[at, b] for at, a, b in pairs if at == noise)
+                for noise in noises
+            ]
+        )
         lists = [
             ", ".join(f"{m} {errors[noise, m]:.3f}" for m in (*better, *worse)) for noise in noises
         ]
@@ -202,7 +221,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         largest = max(p[noise, frozenset((a, b))] for noise, a, b in pairs)
         ours += f"; largest p = {largest:.2g}" if enough else ""
         if won and significantly:
-            return Verdict(finding, ours, largest < 0.05 if enough else None)
+            return Verdict(finding, ours, significantly_better(won, largest))
         return Verdict(finding, ours, won, asked)
 
     return [

@@ -165,13 +165,16 @@ def test_positions_are_learned():
 
 
 def test_published_layers():
-    net = PaperMLP((1, 64, 64))
+    net = PaperMLP((1, 64, 64), dropout=0.5)
     names = [
-        type(layer).__name__.removeprefix("Parametrized")
+        f"Dropout {layer.p}"
+        if isinstance(layer, nn.Dropout)
+        else type(layer).__name__.removeprefix("Parametrized")
         for layer in net.net
-        if not isinstance(layer, nn.Dropout)
     ]
-    assert names == ["Flatten", *["Linear", "ReLU"] * 2, "BatchNorm1d", *["Linear", "ReLU"] * 2]
+    hidden = ["Linear", "Dropout 0.5", "ReLU"]
+    features = ["Linear", "Dropout 0.0", "ReLU"]
+    assert names == ["Flatten", *hidden * 2, "BatchNorm1d", *hidden, *features]
     linear = [layer for layer in net.net if isinstance(layer, nn.Linear)]
     assert [layer.out_features for layer in linear] == [1024, 512, 128, 32] and net.features == 32
     small = PaperMLP((1, 4, 4), (12, 8, 6, 5))
