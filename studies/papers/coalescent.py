@@ -288,7 +288,7 @@ def draw(rows: list[Row]) -> Figure:
     }
     points = [
         {
-            "panel": f"fig. 16: {name}",
+            "panel": f"fig. 16: {name}, over seconds",
             "method": r["method"],
             "seconds": r["seconds"],
             "error": r[value],
@@ -299,7 +299,7 @@ def draw(rows: list[Row]) -> Figure:
     ]
     points += [
         {
-            "panel": f"fig. 16: rho over theta, {name}",
+            "panel": f"fig. 16: rho, {name}, over theta",
             "method": r["method"],
             "seconds": r[f"theta_{name}"],
             "error": r[f"rho_{name}"],
@@ -316,6 +316,6 @@ def draw(rows: list[Row]) -> Figure:
         se="se",
         panel="panel",
         log="xy",
-        xlabel="seconds, fit and queries (last two: squared error of theta)",
+        xlabel=" ",
         ylabel="squared error",
     )

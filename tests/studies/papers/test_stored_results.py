@@ -20,7 +20,6 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/verdict.json"))
 FORMER = {
     "camera_rotation",
     "ckme_gaussian",
-    "coalescent",
     "fukumizu_filtering",
     "low_dim_filtering",
 }
