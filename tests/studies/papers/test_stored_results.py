@@ -18,8 +18,10 @@ import check_tables
 FOLDER = check_tables.RESULTS / "reproduce"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/verdict.json"))
 FORMER = {
+    "abc_comparison",
     "camera_rotation",
     "ckme_gaussian",
+    "ckme_nonlinear",
     "fukumizu_filtering",
     "low_dim_filtering",
 }
