@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kbf.filters.gaussian.kalman import LearnedKalman
+from kbf.filters.kernel.feature_kbf import FeatureKBF
 from kbf.filters.kernel.kbf import KBF
 from kbf.filters.online import load_state, save_state
 from kbf.filters.particle.learned import LearnedParticleFilter
@@ -282,6 +283,10 @@ def test_filters_warn_where_nothing_scales_their_columns(silent):
     large = Recording(1000 * drawn.states, drawn.obs)
     with pytest.warns(ScaleWarning, match=r"states: at a bandwidth of 1 .* resembles only itself"):
         KBF().fit([large])
+    far = good._replace(obs=1000 * good.obs)
+    with pytest.warns(ScaleWarning, match=r"observations: at a bandwidth of 1 .* resembles only"):
+        KBF().fit([far])
+    FeatureKBF(torch.nn.Linear(2, 3)).fit([far])  # features, and no kernel of the observations
     prepared = KBF()
     prepared.prepare([large])
     prepared.fit([large])

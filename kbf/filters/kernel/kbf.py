@@ -237,7 +237,6 @@ class KBF(ShownModule):
         eta, reg_transition, reg = self.log_reg.exp()
         kernel = KERNELS[self.kernel]
         warn_of_isolation(states, kernel, transition_width, "states")
-        warn_of_isolation(obs.flatten(1), kernel, obs_width, "observations")
         transition = self.transition_of(states, pairs, controls, transition_width, reg_transition)
         filter = KernelBayesFilter(
             states.to(self.dtype),
@@ -308,6 +307,7 @@ class KBF(ShownModule):
 
     def update_of(self, obs: Tensor, bandwidth: Tensor, reg: Tensor) -> nn.Module:
         """Return the rule over observations ``n *x``, with full Gram matrices or features."""
+        warn_of_isolation(obs.flatten(1), KERNELS[self.kernel], bandwidth, "observations")
         obs = obs.flatten(1).double()
         if self.rank is None:
             return DenseUpdate(

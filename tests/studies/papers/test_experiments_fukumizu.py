@@ -384,11 +384,13 @@ def test_rejection_comes_to_the_posterior_mean():
 
 
 def test_pieces_have_every_method_where_it_can_be():
-    rows = abc.work({"d": 2, "run": 0, "queries": 3, "sizes": [40], "simulations": [40, 150]})
+    job = {"d": 2, "run": 0, "queries": 3, "sizes": [40], "conditional": [60]}
+    rows = abc.work(job | {"simulations": [40, 150]})
     told = {(row["method"], row["n"]) for row in rows}
     assert told == {
         (m, 40) for m in (abc.COND, abc.KBR, abc.PRINTED, abc.IW, "ABC, 30 accepted")
     } | {
+        (abc.COND, 60),
         ("ABC, 30 accepted", 150),
         ("ABC, 100 accepted", 150),
     }
@@ -408,7 +410,8 @@ def test_errors_of_an_abc_piece(monkeypatch):
     monkeypatch.setattr(
         abc, "kernel_rules", lambda model, queries, n, generator: {abc.KBR: (0.5, truth - 2)}
     )
-    rows = abc.work({"d": D, "run": 3, "queries": 4, "sizes": [40], "simulations": [2000]})
+    job = {"d": D, "run": 3, "queries": 4, "sizes": [40], "conditional": []}
+    rows = abc.work(job | {"simulations": [2000]})
     found = {row["method"]: row["mse"] for row in rows}
     assert found.pop(abc.KBR) == pytest.approx(4)
     assert found == pytest.approx({f"ABC, {k} accepted": ((k - 1) / 2) ** 2 for k in abc.ACCEPTED})
