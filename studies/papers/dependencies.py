@@ -10,6 +10,7 @@ and in `studies.papers` the verdicts, tests, pictures and notes, that is, all th
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import hashlib
 import re
@@ -146,12 +147,9 @@ def code_hash(module: str) -> str:
 def lines_of(path: Path, names: set[str]) -> Iterator[ast.stmt]:
     """The statements of a file that `counts` names; of an import only what is among the names."""
     for line in parsed(path).body:
-        if isinstance(line, ast.Import):
-            kept = [alias for alias in line.names if bound_by(alias) in names]
-            line = ast.Import(kept)
-        elif isinstance(line, ast.ImportFrom):
-            kept = [alias for alias in line.names if bound_by(alias) in names]
-            line = ast.ImportFrom(line.module, kept, line.level)
+        if isinstance(line, ast.Import | ast.ImportFrom):
+            line = copy.copy(line)
+            line.names = [alias for alias in line.names if bound_by(alias) in names]
         if counts(line, names):
             yield line
 
